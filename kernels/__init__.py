@@ -1,0 +1,1 @@
+"""GPU kernels with their torch references. Needs torch (and Triton on a GPU); imports no SGLang."""
