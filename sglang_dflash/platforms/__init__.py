@@ -1,1 +1,23 @@
-"""The CPU platform: real SGLang with DFLASH on a machine without a GPU."""
+"""The CPU platform: real SGLang, with DFLASH, on a machine without a GPU.
+
+SGLang finds :func:`activate` through the entry-point group ``sglang.srt.platforms``. The
+platform is opt-in: it is active only where ``SGLANG_PLATFORM=dflash_cpu`` is set, so that
+installing the package never takes a CUDA host over.
+"""
+
+from __future__ import annotations
+
+import os
+
+NAME = "dflash_cpu"
+"""Name of the platform, and of its attention backend."""
+
+
+def selected() -> bool:
+    """Whether this process was told to run on the CPU platform."""
+    return os.environ.get("SGLANG_PLATFORM") == NAME
+
+
+def activate() -> str | None:
+    """Entry point: the platform class's qualified name, or None unless selected."""
+    return "sglang_dflash.platforms.cpu.DFlashCpuPlatform" if selected() else None

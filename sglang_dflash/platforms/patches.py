@@ -1,0 +1,153 @@
+"""Where SGLang would launch Triton, or call its CPU build of ``sgl_kernel``, on CPU tensors.
+
+Everything this platform replaces outside SGLang's own platform interface is listed in
+:data:`REPLACEMENTS`, each with the reason. Applied once per process that runs a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash.platforms import threads
+
+
+def window_slots(
+    req_to_token: torch.Tensor, rows: torch.Tensor, start: torch.Tensor, width: int
+) -> torch.Tensor:
+    """``[bs, width]`` int64 slots of positions ``start .. start+width-1`` of each request."""
+    columns = start.to(torch.int64).unsqueeze(1) + torch.arange(width)
+    return req_to_token[rows.to(torch.int64).unsqueeze(1), columns].to(torch.int64)
+
+
+def assign_extend_cache_locs(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any = None,
+) -> torch.Tensor:
+    """Flat ``[bs * draft_token_num]`` int64 slots of every request's verify window.
+
+    ``start_offset`` and ``end_offset`` ``[bs]`` differ by ``draft_token_num`` everywhere.
+    """
+    return window_slots(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten()
+
+
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write newly allocated slots into the request table.
+
+    The next ``end[b] - start[b]`` entries of ``out_cache_loc`` (requests concatenated) go to
+    ``req_to_token[req_pool_indices[b], start[b]:end[b]]``.
+    """
+    starts = start_offset[:batch_size].to(torch.int64)
+    counts = end_offset[:batch_size].to(torch.int64) - starts
+    total = int(counts.sum())
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    columns = starts.repeat_interleave(counts) + torch.arange(total) - first
+    rows = req_pool_indices[:batch_size].to(torch.int64).repeat_interleave(counts)
+    req_to_token[rows, columns] = out_cache_loc[:total].to(req_to_token.dtype)
+
+
+def last_slots(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
+) -> torch.Tensor:
+    """Slot of the last prefix token of each request, -1 without a prefix."""
+    slots = req_to_token[req_pool_indices, (prefix_lens - 1).clamp(min=0)].to(prefix_lens.dtype)
+    return slots.masked_fill(prefix_lens == 0, -1)
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """Nothing to record for memory no stream owns; other devices as before."""
+    if tensor.device.type != "cpu":
+        _TORCH_RECORD_STREAM(tensor, stream)
+
+
+_TORCH_RECORD_STREAM = torch.Tensor.record_stream
+
+
+class Replacement(NamedTuple):
+    """One function of SGLang or torch that has a stand-in on this platform."""
+
+    module: str
+    name: str
+    function: Callable
+    reason: str
+
+
+REPLACEMENTS = (
+    Replacement(
+        "sglang.srt.mem_cache.allocation",
+        "assign_req_to_token_pool_func",
+        assign_req_to_token_pool,
+        "launches Triton unless SGLang's CPU build of sgl_kernel is active",
+    ),
+    Replacement(
+        "sglang.srt.mem_cache.allocation",
+        "get_last_loc",
+        last_slots,
+        "launches Triton for every attention backend but torch_native and ascend",
+    ),
+    Replacement(
+        "sglang.srt.distributed.bootstrap",
+        "_bind_threads_if_cpu",
+        threads.bind_rank,
+        "wants one NUMA node per tensor-parallel rank",
+    ),
+    Replacement(
+        "sglang.srt.distributed.bootstrap",
+        "_init_cpu_threads_env",
+        threads.skip_thread_environment,
+        "calls sgl_kernel's CPU ops; bind_rank has done it with torch",
+    ),
+    Replacement(
+        "torch",
+        "Tensor.record_stream",
+        record_stream,
+        "raises on CPU tensors; SGLang's DFLASH worker records its inputs unconditionally",
+    ),
+)
+
+
+def apply() -> None:
+    """Install :data:`REPLACEMENTS` in this process.
+
+    Raises:
+        RuntimeError: SGLang no longer has one of the functions.
+    """
+    for replacement in REPLACEMENTS:
+        owner: Any = importlib.import_module(replacement.module)
+        *path, name = replacement.name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        original = getattr(owner, name, None)
+        if original is None:
+            raise RuntimeError(
+                f"SGLANG_PLATFORM=dflash_cpu: {replacement.module}.{replacement.name} does not "
+                "exist in this SGLang; the CPU platform cannot stand in for it. Install the "
+                "SGLang release this version of sglang-dflash is certified for."
+            )
+        setattr(owner, name, replacement.function)
+        if not path:
+            _rebind_copies(name, original, replacement.function)
+
+
+def _rebind_copies(name: str, original: Callable, function: Callable) -> None:
+    """Follow ``from module import name`` into modules that were imported before."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, function)
