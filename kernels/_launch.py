@@ -15,6 +15,10 @@ except ImportError:  # the references need torch alone
     tl = None  # type: ignore[assignment]
 
 
+ALIGNMENT = 16
+"""Bytes the kernels may assume each cache's address to be a multiple of."""
+
+
 class _NotInstalled:
     """Stands for a kernel where Triton is missing: importable, an error when launched."""
 
@@ -46,7 +50,7 @@ class LayerCaches:
 
     Args:
         tensors: at least one cache ``[slots, ..]``; equal shape, dtype, strides and device,
-            each row (one slot) contiguous.
+            each row (one slot) contiguous, the first at a multiple of 16 bytes.
 
     Raises:
         ValueError: the tensors do not share one such layout.
@@ -68,6 +72,11 @@ class LayerCaches:
                         f"cache {index} has {name} {value}, but cache 0 has {wanted}; give caches "
                         "of another layout a LayerCaches of their own"
                     )
+            if tensor.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"cache {index} starts at an address that is no multiple of {ALIGNMENT} "
+                    "bytes; the kernels read and write that many at once"
+                )
         if not first[:1].is_contiguous():
             raise ValueError(
                 f"a cache row must be contiguous, but shape {tuple(first.shape)} has strides "

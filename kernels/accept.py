@@ -21,8 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from sglang_dflash.kernels._device import jit, next_power_of_two, runs_kernel, tl
+from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
 
 WORD_BITS = 64
 
@@ -81,13 +82,13 @@ def chain_links(rows: int, device: torch.device | str) -> ChainLinks:
 
 
 def pack_bits(members: torch.Tensor) -> torch.Tensor:
-    """``[.., N]`` bool sets as ``[.., ceil(N / 64)]`` int64 words, bit n of word n // 64."""
-    count = members.shape[-1]
-    words = -(-count // WORD_BITS)
-    bit = torch.arange(count, device=members.device)
-    value = torch.ones_like(bit) << (bit % WORD_BITS)  # bit 63 is the sign; sums wrap to it
-    packed = members.new_zeros((*members.shape[:-1], words), dtype=torch.int64)
-    return packed.index_add_(-1, bit // WORD_BITS, torch.where(members, value, 0))
+    """``[.., N]`` bool sets as ``[.., W]`` int64 words; row n is bit n % 64 of word n // 64."""
+    rows = members.shape[-1]
+    if rows % WORD_BITS and rows > WORD_BITS:
+        members = F.pad(members, (0, -rows % WORD_BITS))
+    words = members.unflatten(-1, (-1, min(rows, WORD_BITS))).long()
+    # The bits are distinct, so their sum is their union. Bit 63 is the sign and wraps to it.
+    return (words << torch.arange(words.shape[-1], device=members.device)).sum(-1)
 
 
 def accept_reference(
@@ -105,28 +106,26 @@ def accept_reference(
     matched = (tokens == chosen) & (parents >= 0)
     matched[:, 0] = True
     words = pack_bits(matched).unsqueeze(1)
-    accepted = ((ancestors & words) == ancestors).all(dim=-1) & matched
-    depth = depths.masked_fill(~accepted, -1)
-    last_depth, end = depth.max(dim=1)
+    accepted = ((ancestors & words) == ancestors).all(-1) & matched
+    end_depth, end = depths.masked_fill(~accepted, -1).max(1)
 
-    out.path.fill_(-1)
-    row = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-    # Rejected rows go to a column of their own, which is then dropped.
+    # Accepted rows have distinct depths, so each scatters to a column of its own; the rest share
+    # one column past the end, which is then dropped.
     width = out.path.shape[1]
-    column = torch.where(accepted, depths, width).long()
-    path = torch.full((tokens.shape[0], width + 1), -1, dtype=torch.int32, device=tokens.device)
-    path.scatter_(1, column, row.expand_as(column))
-    out.path.copy_(path[:, :width])
+    column = depths.long().masked_fill(~accepted, width)
+    row = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    path = out.path.new_full((len(tokens), width + 1), -1)
+    out.path.copy_(path.scatter_(1, column, row.expand_as(column))[:, :width])
 
-    torch.add(last_depth, 1, out=out.accept_lengths)
-    out.bonus.copy_(choice.gather(1, end.unsqueeze(1)).squeeze(1))
+    torch.add(end_depth, 1, out=out.accept_lengths)
     torch.add(lengths, out.accept_lengths, out=out.new_lengths)
-    # Column d emits the row at depth d + 1; the last accepted row's column emits the bonus.
-    drafted = torch.zeros((tokens.shape[0], width + 1), dtype=torch.int64, device=tokens.device)
-    drafted.scatter_(1, column, tokens)
-    out.output_tokens[:, :-1] = drafted[:, 1:width]
-    out.output_tokens[:, -1] = 0
-    out.output_tokens.scatter_(1, last_depth.unsqueeze(1).long(), out.bonus.unsqueeze(1))
+    bonus = choice.gather(1, end.unsqueeze(1))
+    out.bonus.copy_(bonus.squeeze(1))
+    # Output column d is the row at depth d + 1; at the end's depth it is the bonus.
+    drafted = tokens.new_zeros((len(tokens), width + 2)).scatter_(1, column, tokens)
+    drafted[:, width:] = 0
+    drafted.scatter_(1, end_depth.unsqueeze(1).long() + 1, bonus)
+    out.output_tokens.copy_(drafted[:, 1 : width + 1])
     return out
 
 
@@ -143,9 +142,9 @@ def _accept_kernel(
     bonus,
     new_lengths,
     output_tokens,
-    parent_stride,
-    depth_stride,
-    ancestor_stride,
+    parents_stride,
+    depths_stride,
+    ancestors_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     WORDS: tl.constexpr,
@@ -156,52 +155,47 @@ def _accept_kernel(
     row = tl.arange(0, ROWS)
     live = row < N
     token = tl.load(tokens + request * N + row, mask=live, other=0)
-    parent = tl.load(parents + request * parent_stride + row, mask=live, other=-1).to(tl.int32)
-    depth = tl.load(depths + request * depth_stride + row, mask=live, other=0).to(tl.int32)
+    parent = tl.load(parents + request * parents_stride + row, mask=live, other=-1)
+    depth = tl.load(depths + request * depths_stride + row, mask=live, other=0)
     has_parent = live & (parent >= 0)
     chosen = tl.load(choice + request * N + parent, mask=has_parent, other=0)
     matched = (has_parent & (token == chosen)) | (row == 0)
 
     accepted = matched
     for word in tl.static_range(WORDS):
-        bit = tl.where(
-            matched & (row // 64 == word),
-            tl.full((ROWS,), 1, tl.int64) << (row % 64).to(tl.int64),
-            tl.zeros((ROWS,), tl.int64),
-        )
-        # Distinct bits: their sum is their union, bit 63 included.
-        members = tl.sum(bit, axis=0)
+        bit = tl.full((ROWS,), 1, tl.int64) << (row % 64).to(tl.int64)
+        # The bits are distinct, so their sum is their union. Bit 63 is the sign and wraps to it.
+        members = tl.sum(tl.where(matched & (row // 64 == word), bit, 0), axis=0)
         ancestor = tl.load(
-            ancestors + request * ancestor_stride + row * WORDS + word, mask=live, other=-1
+            ancestors + request * ancestors_stride + row * WORDS + word, mask=live, other=0
         )
         accepted = accepted & ((ancestor & members) == ancestor)
 
-    # Rows of the path have distinct depths, so depth and row fit one key.
-    key = tl.where(accepted, depth * ROWS + row, -1)
-    last = tl.max(key, axis=0)
-    last_depth = last // ROWS
-    end = last % ROWS
-    emitted = last_depth + 1
-    bonus_token = tl.load(choice + request * N + end)
+    # Depth leads, so the greatest key is the end; the root is always accepted.
+    key = tl.max(tl.where(accepted, depth * ROWS + row, -1), axis=0)
+    end_depth = key // ROWS
+    bonus_token = tl.load(choice + request * N + key % ROWS)
 
-    # At most one accepted row has a given depth, so a reduction over rows picks it; every
-    # output column is stored once.
+    # At most one accepted row has a given depth, so a reduction over the rows picks it.
     column = tl.arange(0, COLUMNS)
     in_output = column < D
-    at_column = accepted[:, None] & (depth[:, None] == column[None, :])
-    row_at = tl.max(tl.where(at_column, row[:, None], -1), axis=0)
-    tl.store(path + request * D + column, row_at, mask=in_output)
-    above = accepted[:, None] & (depth[:, None] == column[None, :] + 1)
-    drafted = tl.sum(tl.where(above, token[:, None], 0), axis=0)
-    emitted_token = tl.where(column == last_depth, bonus_token, drafted)
-    tl.store(output_tokens + request * D + column, emitted_token, mask=in_output)
-    tl.store(accept_lengths + request, emitted)
+    here = accepted[:, None] & (depth[:, None] == column[None, :])
+    row_here = tl.max(tl.where(here, row[:, None], -1), axis=0)
+    tl.store(path + request * D + column, row_here, mask=in_output)
+    # Output column d is the row at depth d + 1; at the end's depth it is the bonus.
+    below = accepted[:, None] & (depth[:, None] == column[None, :] + 1)
+    row_below = tl.max(tl.where(below, row[:, None], -1), axis=0)
+    drafted = tl.load(tokens + request * N + row_below, mask=row_below >= 0, other=0)
+    emitted = tl.where(column == end_depth, bonus_token, drafted)
+    tl.store(output_tokens + request * D + column, emitted, mask=in_output)
+
+    tl.store(accept_lengths + request, end_depth + 1)
     tl.store(bonus + request, bonus_token)
     length = tl.load(lengths + request)
-    tl.store(new_lengths + request, length + emitted.to(length.dtype))
+    tl.store(new_lengths + request, length + (end_depth + 1).to(length.dtype))
 
 
-def accept(
+def launch_accept(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
@@ -209,29 +203,11 @@ def accept(
     choice: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    output_width: int,
-    out: Accepted | None = None,
+    out: Accepted,
 ) -> Accepted:
-    """Accept rows of every request in one launch.
-
-    Args:
-        tokens: ``[bs, N]`` int64 drafted tokens, row 0 the anchor.
-        parents: ``[bs, N]`` int32; -1 for the root and for dead rows. May be expanded.
-        depths: ``[bs, N]`` int32. May be expanded.
-        ancestors: ``[bs, N, W]`` int64 bit sets, self included. May be expanded.
-        choice: ``[bs, N]`` int64, the target's token after each row.
-        lengths: ``[bs]`` int32 or int64 committed lengths.
-        output_width: D, greater than every depth.
-        out: preallocated outputs; with it nothing is allocated.
-
-    Returns:
-        :class:`Accepted`.
-    """
+    """The formula above in Triton: one program per request, one launch."""
     bs, rows = tokens.shape
-    if out is None:
-        out = Accepted.empty(bs, output_width, lengths.dtype, tokens.device)
-    if not runs_kernel(tokens):
-        return accept_reference(tokens, parents, depths, ancestors, choice, lengths, out=out)
+    width = out.path.shape[1]
     if bs:
         _accept_kernel[(bs,)](
             tokens,
@@ -245,10 +221,42 @@ def accept(
             depths.stride(0),
             ancestors.stride(0),
             N=rows,
-            D=output_width,
+            D=width,
             WORDS=ancestors.shape[2],
             ROWS=next_power_of_two(rows),
-            COLUMNS=next_power_of_two(output_width),
+            COLUMNS=next_power_of_two(width),
             num_warps=1 if rows <= 32 else 4,
         )
     return out
+
+
+def accept(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    choice: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    output_width: int,
+    out: Accepted | None = None,
+) -> Accepted:
+    """Accept rows of every request at once.
+
+    The links may be expanded over the batch (stride 0), as a chain's are; within a request every
+    input is contiguous.
+
+    Args:
+        tokens: ``[bs, N]`` int64 drafted tokens, row 0 the anchor; contiguous.
+        parents: ``[bs, N]`` int32; -1 for the root and for dead rows.
+        depths: ``[bs, N]`` int32 distances from the root.
+        ancestors: ``[bs, N, W]`` int64 bit sets, the row itself included.
+        choice: ``[bs, N]`` int64, the target's token after each row; contiguous.
+        lengths: ``[bs]`` int32 or int64 committed lengths.
+        output_width: D, greater than every depth; not checked.
+        out: contiguous outputs of width D, overwritten; with it nothing is allocated.
+    """
+    if out is None:
+        out = Accepted.empty(len(tokens), output_width, lengths.dtype, tokens.device)
+    run = launch_accept if tokens.is_cuda else accept_reference
+    return run(tokens, parents, depths, ancestors, choice, lengths, out=out)

@@ -1,106 +1,211 @@
 """Resolve the launch: configuration, block size, and refusals before any weight is loaded.
 
 Runs inside SGLang's own argument resolution, around its step for speculative decoding. What it
-decides travels to the scheduler processes on the pickled ``ServerArgs``.
+decides travels to the scheduler processes on the pickled ``ServerArgs``, as an attribute
+beside its fields.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sglang_dflash import checkpoint, config
-from sglang_dflash.config import ConfigError, Settings
+from sglang_dflash import checkpoint, compat, config, platforms
+from sglang_dflash.checkpoint import Drafter, Target
+from sglang_dflash.config import ConfigError, Loaded, Settings
 
 logger = logging.getLogger("sglang_dflash")
 
-ATTRIBUTE = "_dflash_launch"
-"""Where the launch is kept on ``ServerArgs``: not one of its fields, but pickled with it."""
-CONFIG_ATTRIBUTE = "_dflash_config_path"
 SOURCE = "sglang_dflash"
+LAUNCH_ATTRIBUTE = "_dflash_launch"
+CONFIG_ATTRIBUTE = "_dflash_config_path"
 BLOCK_FLAGS = {
     "speculative_dflash_block_size": "--speculative-dflash-block-size",
     "speculative_num_draft_tokens": "--speculative-num-draft-tokens",
 }
+LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+CHECKED_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache")
+"""Load formats whose files lie in the checkpoint's folder in the Hugging Face layout."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What this launch runs with, and where each value came from."""
+    """What a launch runs with, and where each value came from."""
 
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings
+    """``block_size`` holds the effective size."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Effective key -> flag, file or checkpoint that set it."""
+    """Setting -> the flag, file or checkpoint it came from, or ``default``."""
+    builtin_reason: str | None = None
+    """Why SGLang's own worker class serves this launch, or None where ours does."""
+
+    def __str__(self) -> str:
+        values = self.settings.model_dump().items()
+        return ", ".join(f"{key}={value} ({self.origins[key]})" for key, value in values)
 
 
 class Refusal(NamedTuple):
-    """A mode that DFLASH cannot serve, refused at launch."""
+    """A mode that is refused at launch."""
 
-    flag: str
-    applies: Callable[[Any], bool]
-    value: Callable[[Any], Any]
+    field: str
+    """Of ``ServerArgs``; the flag is its name in dashes."""
+    when: str
+    """The refused values, in words."""
+    applies: Callable[[Any, Any], bool]
+    """Whether a value, among all arguments, is refused."""
     reason: str
     remedy: str
+    builtin_serves: bool = False
+    """Whether SGLang's own worker, chosen with ``worker: builtin``, is let through."""
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag."""
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def instead(self) -> str:
+        """What to do, as one sentence's end."""
+        builtin = f", or serve it on SGLang's own worker with worker: builtin in {config.FLAG}"
+        return self.remedy + (builtin if self.builtin_serves else "")
 
 
-def _set(name: str, ordinary: Any) -> Callable[[Any], bool]:
-    return lambda args: getattr(args, name, ordinary) not in (None, ordinary)
+def _above(limit: float) -> Callable[[Any, Any], bool]:
+    return lambda value, args: value is not None and value > limit
 
 
-def _value(name: str) -> Callable[[Any], Any]:
-    return lambda args: getattr(args, name, None)
+def _other_than(*ordinary: Any) -> Callable[[Any, Any], bool]:
+    return lambda value, args: value is not None and value not in ordinary
 
+
+def _untested_device(device: Any, args: Any) -> bool:
+    kind = str(device).partition(":")[0]
+    return kind != "cuda" and not (kind == "cpu" and platforms.selected())
+
+
+_LOSSLESS = "this worker accepts a token exactly where the target itself would emit it"
 
 UNSUPPORTED: tuple[Refusal, ...] = (
     Refusal(
-        "--pp-size",
-        _set("pp_size", 1),
-        _value("pp_size"),
+        "pp_size",
+        "above 1",
+        _above(1),
         "the drafter reads features of layers that pipeline parallelism puts on other ranks",
-        "use --tp-size instead",
+        "use --tp-size",
     ),
     Refusal(
-        "--use-ray",
-        _set("use_ray", False),
-        _value("use_ray"),
+        "device",
+        f"other than cuda, or cpu with SGLANG_PLATFORM={platforms.NAME}",
+        _untested_device,
+        "this worker's kernels are written and tested for CUDA and for this package's CPU platform",
+        f"on a machine without a GPU set SGLANG_PLATFORM={platforms.NAME}",
+        builtin_serves=True,
+    ),
+    Refusal(
+        "use_ray",
+        "set",
+        _other_than(False),
         "SGLang loads no plugins in Ray actors, so its own worker would run instead",
         "launch without Ray",
+        builtin_serves=True,
     ),
     Refusal(
-        "--disaggregation-mode",
-        _set("disaggregation_mode", "null"),
-        _value("disaggregation_mode"),
-        "the drafter's context K/V is not transferred between prefill and decode nodes",
+        "disaggregation_mode",
+        "prefill or decode",
+        _other_than("null"),
+        "the transfer of the drafter's context between prefill and decode servers is not tested "
+        "with this worker",
         "serve prefill and decode in one server",
+        builtin_serves=True,
     ),
     Refusal(
-        "--speculative-adaptive",
-        _set("speculative_adaptive", False),
-        _value("speculative_adaptive"),
-        "SGLang adapts the steps of EAGLE chains, and a DFlash block is one step",
+        "speculative_adaptive",
+        "set",
+        _other_than(False),
+        "it adapts the number of EAGLE steps, and a DFlash block is drafted in one",
         "drop the flag",
     ),
     Refusal(
-        "--speculative-eagle-topk",
-        lambda args: (getattr(args, "speculative_eagle_topk", None) or 1) > 1,
-        _value("speculative_eagle_topk"),
-        "this version verifies chains, one candidate per position",
-        "drop the flag or set it to 1",
+        "speculative_num_steps",
+        "above 1",
+        _above(1),
+        "a DFlash block is drafted in one step",
+        f"drop the flag; {BLOCK_FLAGS['speculative_dflash_block_size']} sets how far to draft",
+    ),
+    Refusal(
+        "speculative_eagle_topk",
+        "above 1",
+        _above(1),
+        "trees are not supported in this version, which verifies one candidate per position",
+        "drop the flag",
+    ),
+    Refusal(
+        "speculative_num_draft_tokens",
+        f"other than {BLOCK_FLAGS['speculative_dflash_block_size']}, where both are given",
+        lambda value, args: None not in (value, args.speculative_dflash_block_size)
+        and value != args.speculative_dflash_block_size,
+        "trees are not supported in this version, and a chain verifies exactly the rows of its "
+        "block",
+        f"give only {BLOCK_FLAGS['speculative_dflash_block_size']}, or the same value to both",
+    ),
+    Refusal(
+        "speculative_accept_threshold_single",
+        "other than 1.0",
+        _other_than(1.0),
+        f"a threshold accepts tokens the target would not emit, and {_LOSSLESS}",
+        "drop the flag",
+        builtin_serves=True,
+    ),
+    Refusal(
+        "speculative_accept_threshold_acc",
+        "other than 1.0",
+        _other_than(1.0),
+        f"a threshold accepts tokens the target would not emit, and {_LOSSLESS}",
+        "drop the flag",
+        builtin_serves=True,
+    ),
+    Refusal(
+        "speculative_draft_sink_size",
+        "set",
+        _other_than(0),
+        "SGLang reads it for EAGLE drafters only, so it would do nothing",
+        "drop the flag; --speculative-draft-window-size works without it",
     ),
 )
-"""Every mode refused at launch; docs/compatibility.md lists the same rows."""
+"""Every mode this package refuses; docs/compatibility.md shows the same rows."""
+
+
+def unsupported_table() -> str:
+    """:data:`UNSUPPORTED` as a Markdown table."""
+    rows = [
+        f"| `{refusal.flag}` | {refusal.when} | {refusal.reason} | {refusal.instead} |"
+        for refusal in UNSUPPORTED
+    ]
+    return "\n".join(("| flag | refused | because | instead |", "|---|---|---|---|", *rows))
 
 
 def launch_of(server_args: Any) -> Launch:
-    """The launch resolved for these arguments; defaults where resolution did not see them."""
-    return getattr(server_args, ATTRIBUTE, None) or Launch()
+    """The launch resolved for these arguments.
+
+    Raises:
+        RuntimeError: they were resolved before the plugin was loaded, so nothing was checked.
+    """
+    launch = getattr(server_args, LAUNCH_ATTRIBUTE, None)
+    if launch is None:
+        raise RuntimeError(
+            "DFLASH: these ServerArgs were resolved before SGLang loaded its plugins, so neither "
+            "the drafter nor the flags were checked. Call sglang.srt.plugins.load_plugins() "
+            "before ServerArgs.resolve_once(), or pass the arguments to Engine(...) itself."
+        )
+    return launch
 
 
 def is_dflash(args: Any) -> bool:
-    """Whether these arguments ask for DFLASH."""
-    return str(getattr(args, "speculative_algorithm", None) or "").upper() == "DFLASH"
+    """Whether a view of the arguments asks for DFLASH."""
+    return str(args.speculative_algorithm or "").upper() == "DFLASH"
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -112,81 +217,173 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     Raises:
         ValueError: a flag, key or checkpoint that cannot be served; nothing is loaded yet.
+        IncompatibleError: the installed SGLang is not a certified one.
     """
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     args = resolving_view(server_args)
     config_path = getattr(server_args, CONFIG_ATTRIBUTE, None)
     if not is_dflash(args):
-        if config_path:
+        if config_path is not None:
             raise ConfigError(
                 f"{config.FLAG}={config_path}: only DFLASH reads this file, but "
-                f"--speculative-algorithm is {args.speculative_algorithm!r}. Add "
-                f"--speculative-algorithm DFLASH or drop {config.FLAG}."
+                f"--speculative-algorithm is {args.speculative_algorithm}. Add "
+                f"--speculative-algorithm DFLASH, or drop {config.FLAG}."
             )
         previous(server_args)
         return
 
-    settings, source = _load_settings(config_path)
-    refuse_unsupported(args)
-    block_size, origin = _block_size(args, settings, source)
-    pair = checkpoint.inspect(args, block_size=block_size)
-    if block_size is None:
-        block_size, origin = pair.block_size, "the drafter's config.json"
-    origins = {name: source for name in settings.model_fields_set}
-    origins["block_size"] = origin
-    declare_resolution(
-        server_args,
-        SOURCE,
-        speculative_dflash_block_size=block_size,
-        speculative_num_draft_tokens=block_size,
+    compat.check()
+    loaded = config.find(config_path)
+    drafter = checkpoint.read_drafter(
+        args.speculative_draft_model_path,
+        revision=args.speculative_draft_model_revision,
+        config_file=(args.decrypted_draft_config_file or "").strip() or None,
+        overrides=json.loads(args.json_model_override_args or "{}"),
     )
+    builtin_reason = _builtin_reason(loaded, drafter)
+    refuse_unsupported(args, builtin=builtin_reason is not None)
+    block_size, origin = chosen_block_size(args, loaded)
+    target = Target.of(args.model_path, model_config_of(server_args))
+    if drafter is not None:
+        check_drafter(args, drafter, target)
+        block_size = _against_trained(drafter, block_size, origin)
+    if block_size is not None:
+        require_block_fits(block_size, target.context_length, f"the context of {target.path}")
+        if args.max_total_tokens is not None:
+            # The scheduler reserves two windows ahead of every request.
+            require_block_fits(2 * block_size, args.max_total_tokens, "--max-total-tokens")
+        declare_resolution(
+            server_args,
+            SOURCE,
+            speculative_dflash_block_size=block_size,
+            speculative_num_draft_tokens=block_size,
+        )
     previous(server_args)
-    setattr(
-        server_args,
-        ATTRIBUTE,
-        Launch(settings.model_copy(update={"block_size": block_size}), origins),
+
+    settings = loaded.settings.model_copy(
+        update={"block_size": int(args.speculative_num_draft_tokens)}
     )
+    launch = Launch(settings, {**loaded.origins, "block_size": origin}, builtin_reason)
+    setattr(server_args, LAUNCH_ATTRIBUTE, launch)
 
 
-def refuse_unsupported(args: Any) -> None:
-    """Raise for the first mode in :data:`UNSUPPORTED` that the arguments ask for."""
+def _builtin_reason(loaded: Loaded, drafter: Drafter | None) -> str | None:
+    if loaded.settings.worker == "builtin":
+        return f"worker: builtin, from {loaded.source}"
+    return drafter.served_by_sglang if drafter is not None else None
+
+
+def refuse_unsupported(args: Any, *, builtin: bool = False) -> None:
+    """Raise for the first mode in :data:`UNSUPPORTED` that a view of the arguments asks for.
+
+    Args:
+        args: the arguments.
+        builtin: SGLang's own worker is to serve them.
+    """
     for refusal in UNSUPPORTED:
-        if refusal.applies(args):
+        value = getattr(args, refusal.field)
+        if refusal.applies(value, args) and not (builtin and refusal.builtin_serves):
             raise ValueError(
-                f"DFLASH: {refusal.flag}={refusal.value(args)} is not supported: "
-                f"{refusal.reason}. Instead, {refusal.remedy}."
+                f"DFLASH: {refusal.flag}={value} is not supported: {refusal.reason}. Instead, "
+                f"{refusal.instead}."
             )
 
 
-def _load_settings(config_path: str | None) -> tuple[Settings, str]:
-    if config_path:
-        return config.load(config_path), f"{config.FLAG}={config_path}"
-    settings = config.from_environment()
-    if settings is not None:
-        return settings, f"the file in {config.ENVIRONMENT}"
-    return Settings(), "default"
+def chosen_block_size(args: Any, loaded: Loaded) -> tuple[int | None, str]:
+    """The block size the user chose, and where; None to take the drafter's.
 
-
-def _block_size(args: Any, settings: Settings, source: str) -> tuple[int | None, str]:
-    """The block size the user chose and where, or None to take the drafter's."""
-    given = {
-        flag: int(value)
-        for name, flag in BLOCK_FLAGS.items()
-        if (value := getattr(args, name, None)) is not None
-    }
-    if len(set(given.values())) > 1:
-        pairs = " and ".join(f"{flag}={value}" for flag, value in given.items())
-        raise ValueError(
-            f"DFLASH: {pairs} differ, but this version verifies chains, whose rows are the "
-            "block itself. Give one of the two flags, or the same value to both."
-        )
-    for flag, value in given.items():
+    Raises:
+        ValueError: a flag leaves nothing to draft.
+    """
+    for name, flag in BLOCK_FLAGS.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
         if value < 2:
             raise ValueError(
-                f"DFLASH: {flag}={value} leaves nothing to draft: a block holds the anchor and "
-                "at least one drafted token. Use 2 or more, or drop the flag to take the "
-                "drafter's trained block size."
+                f"DFLASH: {flag}={value} leaves nothing to draft: a block is the anchor and at "
+                "least one drafted token. Use 2 or more, or drop the flag to take the drafter's "
+                "trained block size."
             )
-        return value, flag
-    return settings.block_size, source
+        return int(value), flag
+    if loaded.settings.block_size is not None:
+        return loaded.settings.block_size, loaded.origins["block_size"]
+    return None, "the drafter's config.json"
+
+
+def check_drafter(args: Any, drafter: Drafter, target: Target) -> None:
+    """Check everything about the drafter that needs no weights.
+
+    Raises:
+        CheckpointError: it cannot be used with this target.
+    """
+    checkpoint.check_pair(drafter, target)
+    if (args.speculative_draft_load_format or args.load_format) in CHECKED_FORMATS:
+        checkpoint.check_weights(drafter)
+    _check_context_length(args, drafter, target)
+
+
+def _check_context_length(args: Any, drafter: Drafter, target: Target) -> None:
+    """What SGLang would refuse only once the target's weights are loaded."""
+    from sglang.srt.environ import envs
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
+
+    if getattr(envs, LONGER_CONTEXT).get():
+        return
+    draft_config = get_config(
+        drafter.path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+        model_override_args=json.loads(args.json_model_override_args or "{}"),
+    )
+    length = get_context_length(draft_config.get_text_config())
+    if length < target.context_length:
+        raise drafter.error(
+            f"the drafter's context length is {length}, but {target.path} is served with "
+            f"{target.context_length}, and it drafts at the target's positions. Add "
+            f"--context-length {length}, or set {LONGER_CONTEXT}=1 to draft past what it was "
+            "trained for, where accept lengths may fall."
+        )
+
+
+def _against_trained(drafter: Drafter, block_size: int | None, origin: str) -> int:
+    """The block size to run, given the one the drafter was trained for."""
+    trained = checkpoint.trained_block_size(drafter)
+    if block_size is None:
+        if trained is None:
+            raise drafter.error(
+                "block_size is missing, and without it the drafter's trained block is unknown. "
+                f"Set {BLOCK_FLAGS['speculative_dflash_block_size']} to the size it was trained "
+                "with."
+            )
+        return trained
+    if trained is not None and block_size > trained:
+        logger.warning(
+            "DFLASH: block size %d (%s) is larger than the %d that %s was trained for. Positions "
+            "past it were never trained and are rarely accepted, but cost the target as much.",
+            block_size,
+            origin,
+            trained,
+            drafter.path,
+        )
+    return block_size
+
+
+def require_block_fits(needed: int, available: int, where: str) -> None:
+    """Refuse a block that its pool or context cannot hold beside one token of text.
+
+    Args:
+        needed: positions the block takes.
+        available: positions there are.
+        where: what holds them, for the message.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if needed >= available:
+        raise ValueError(
+            f"DFLASH: the block needs {needed} positions beside the text, but {where} holds "
+            f"{available}. Set a smaller {BLOCK_FLAGS['speculative_dflash_block_size']}, or "
+            "enlarge it."
+        )

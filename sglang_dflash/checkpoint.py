@@ -1,300 +1,443 @@
 """Check a target/drafter pair before any weight is loaded.
 
-A mis-wired drafter is not an error SGLang would notice: output stays right and the accept
-length falls to 1. Everything that can be told from config.json and the safetensors headers is
-told here, naming the key.
+A mis-wired drafter breaks nothing that SGLang would notice: the output stays right, and the
+accept length falls to 1. So whatever can be told from config.json and from the headers of the
+safetensors files is told here, naming the key, its value and the remedy. Keys are looked up the
+way SGLang does: in ``dflash_config``, else at the top level.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 logger = logging.getLogger("sglang_dflash")
 
-OURS = ("DFlashDraftModel",)
-SGLANGS = ("DFlash2DraftModel", "DominoDraftModel", "LiLiCorrDraftModel")
-"""Drafters whose rows are not independent marginals; SGLang's own worker serves them."""
-DFLASH_FLAG = "--speculative-draft-model-path"
-MASK_HELP = (
+FLAG = "--speculative-draft-model-path"
+
+PLAIN = ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
+"""Architectures whose drafted positions are independent of each other; our worker's."""
+SELECTORS = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+LILICORR = ("LiLiCorrDraftModel",)
+ARCHITECTURES = PLAIN + SELECTORS + LILICORR
+"""Everything SGLang serves as DFLASH."""
+
+_PAIRING = "Use a drafter trained for this target."
+_INCOMPLETE = "Download the checkpoint again, or export it again."
+_MASK_SOURCE = (
     "It is the id the drafter was trained with, published in its config.json as "
-    "dflash_config.mask_token_id. It must not be invented: ask for the value used in training."
+    "dflash_config.mask_token_id; it must not be invented, since any other id makes every draft "
+    "wrong. Take it from the published checkpoint or from whoever trained the drafter."
+)
+_TAPS_SOURCE = (
+    "They are the target layers whose features the drafter was trained on, published in its "
+    "config.json as dflash_config.target_layer_ids; they must not be guessed."
 )
 
 
 class CheckpointError(ValueError):
-    """A drafter that does not fit; the message names the key, its value and the remedy."""
+    """A drafter that cannot be used; the message names key, value, reason and remedy."""
 
 
-class Pair(NamedTuple):
-    """What a checked pair implies."""
+@dataclass(frozen=True)
+class Target:
+    """What a drafter has to fit."""
 
-    block_size: int
-    """The block the drafter was trained for, anchor included."""
+    path: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_length: int
+    """Positions the target is served with."""
+    special_ids: Mapping[int, str]
+    """End-of-sequence and padding ids, each with its name in the config."""
+
+    @classmethod
+    def of(cls, path: str, model_config: Any) -> Target:
+        """Read SGLang's ``ModelConfig``."""
+        hf_config, text_config = model_config.hf_config, model_config.hf_text_config
+        special = dict.fromkeys(model_config.hf_eos_token_id or (), "eos_token_id")
+        for config in (hf_config, text_config, model_config.hf_generation_config):
+            pad = getattr(config, "pad_token_id", None)
+            if isinstance(pad, int):
+                special.setdefault(pad, "pad_token_id")
+        layers = getattr(text_config, "num_hidden_layers", None)
+        if layers is None:
+            raise CheckpointError(
+                f"--model-path={path}: its config has no num_hidden_layers, so the layers the "
+                "drafter reads cannot be told. Serve it without --speculative-algorithm."
+            )
+        return cls(
+            path=path,
+            hidden_size=int(model_config.hidden_size),
+            vocab_size=int(model_config.vocab_size),
+            # Looped models run their layers several times and count every pass.
+            num_layers=int(layers) * int(getattr(text_config, "num_loops", 1)),
+            context_length=int(model_config.context_len),
+            special_ids=special,
+        )
 
 
-def inspect(args: Any, *, block_size: int | None) -> Pair:
-    """Check the pair named by resolved arguments.
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter's config.json and, where it lies on this machine, its folder."""
+
+    path: str
+    config: Mapping[str, Any]
+    folder: Path | None = None
+
+    def get(self, key: str) -> Any:
+        """A key from ``dflash_config``, else from the top level, else None."""
+        section = self.config.get("dflash_config")
+        if isinstance(section, Mapping) and key in section:
+            return section[key]
+        return self.text.get(key, self.config.get(key))
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The part that describes the decoder."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def architecture(self) -> str | None:
+        """The first architecture that SGLang serves as DFLASH, or None."""
+        names = self.config.get("architectures") or ()
+        return next((name for name in names if name in ARCHITECTURES), None)
+
+    @property
+    def served_by_sglang(self) -> str | None:
+        """Why SGLang's own worker serves this drafter, or None where ours does."""
+        head = None
+        if self.get("projector_type") == "domino":
+            head = "a Domino head"
+        elif self.architecture in SELECTORS or self.get("selector_top_k"):
+            head = "a DFlash 2 candidate selector"
+        elif self.architecture in LILICORR:
+            head = "a LiLiCorr head"
+        return head and f"the drafter has {head}, so its positions are not drafted independently"
+
+    def error(self, text: str) -> CheckpointError:
+        """An error about this drafter."""
+        return CheckpointError(f"{FLAG}={self.path}: {text}")
+
+
+def read_drafter(
+    path: str | None,
+    *,
+    revision: str | None = None,
+    config_file: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Drafter | None:
+    """Read a drafter's config.json; runs no code of the checkpoint's.
 
     Args:
-        args: a view of SGLang's arguments (model paths, overrides).
-        block_size: the size the user asked for, or None.
+        path: a local folder or a hub id.
+        revision: of the hub id.
+        config_file: name or path of the file where it is not ``config.json``.
+        overrides: top-level keys that replace the file's (``--json-model-override-args``).
+
+    Returns:
+        The drafter, or None where only SGLang can read it (an object store's URL).
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its config cannot be read.
+    """
+    if not path:
+        raise CheckpointError(
+            f"DFLASH: {FLAG} is missing. Name a DFlash drafter trained for this target, such as "
+            "z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
+        )
+    if "://" in path:
+        logger.warning("%s=%s is not checked before it loads: it is a URL.", FLAG, path)
+        return None
+    folder = Path(path)
+    if folder.is_dir():
+        config = _read_json(folder / (config_file or "config.json"), path)
+    elif folder.exists():
+        raise CheckpointError(
+            f"{FLAG}={path}: is a file, not a folder. Give the folder that holds config.json and "
+            "the .safetensors files."
+        )
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise CheckpointError(
+            f"{FLAG}={path}: there is no such folder. Check the path; a hub id has the form "
+            "owner/name."
+        )
+    else:
+        config = _fetch_config(path, revision)
+    return Drafter(path, {**config, **(overrides or {})}, folder if folder.is_dir() else None)
+
+
+def _read_json(file: Path, path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{FLAG}={path}: cannot read {file.name} ({error.strerror}). Give a checkpoint folder "
+            "in the Hugging Face layout."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{FLAG}={path}: {file.name} is not valid JSON ({error}). {_INCOMPLETE}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{FLAG}={path}: {file.name} holds a {type(content).__name__}, not a mapping. "
+            f"{_INCOMPLETE}"
+        )
+    return content
+
+
+def _fetch_config(path: str, revision: str | None) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{FLAG}={path}: neither a local folder nor a hub checkpoint that can be read "
+            f"({reason[:300]}). Check the name, the revision ({revision}) and the network."
+        ) from error
+    if not config:
+        raise CheckpointError(
+            f"{FLAG}={path}: the hub checkpoint has no config.json. Name a DFlash drafter."
+        )
+    return config
+
+
+def check_pair(drafter: Drafter, target: Target) -> None:
+    """Refuse a checkpoint that is no DFlash drafter or does not fit the target.
 
     Raises:
         CheckpointError: on the first misfit.
     """
-    path = args.speculative_draft_model_path
-    if not path:
-        raise CheckpointError(
-            f"DFLASH: {DFLASH_FLAG} is missing. Name a DFlash drafter trained for this target, "
-            "such as z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
+    _check_architecture(drafter)
+    _check_equal(drafter, "hidden_size", target.hidden_size, target)
+    # Drafters that borrow the target's vocabulary may leave its size out.
+    if drafter.get("vocab_size") is not None:
+        extended = f"--json-model-override-args '{{\"vocab_size\": {target.vocab_size}}}'"
+        _check_equal(
+            drafter,
+            "vocab_size",
+            target.vocab_size,
+            target,
+            f" If the target's vocabulary was only extended by new tokens, add {extended}.",
         )
-    drafter = read_config(path, args, flag=DFLASH_FLAG)
-    target = read_config(args.model_path, args, flag="--model-path", overrides=True)
-    target = target.get("text_config", target)
-    check_architecture(drafter, path)
-    check_fit(drafter, target, path)
-    if Path(path).is_dir():
-        check_weights(Path(path), drafter)
-    trained = trained_block_size(drafter, path)
-    if block_size is not None and block_size > trained:
-        logger.warning(
-            "DFLASH: block size %d is larger than the %d the drafter was trained for; positions "
-            "past it were never trained and will rarely be accepted.",
-            block_size,
-            trained,
-        )
-    limit = int(args.context_length or target.get("max_position_embeddings") or 0)
-    chosen = block_size or trained
-    if limit and 2 * chosen >= limit:
-        raise CheckpointError(
-            f"DFLASH: block size {chosen} needs two verify windows ({2 * chosen} positions) beside "
-            f"the text, but the context length is {limit}. Use a smaller block_size."
-        )
-    return Pair(trained)
+    if drafter.get("num_target_layers") is not None:
+        _check_equal(drafter, "num_target_layers", target.num_layers, target)
+    _check_taps(drafter, target)
+    _check_mask_token(drafter, target)
 
 
-def served_by_sglang(server_args: Any) -> str | None:
-    """Why SGLang's own worker serves this drafter, or None if ours does."""
-    drafter = read_config(server_args.speculative_draft_model_path, server_args, flag=DFLASH_FLAG)
-    own = dflash_section(drafter)
-    architecture = architecture_of(drafter)
-    kinds = {
-        "a Domino head": own.get("projector_type") == "domino",
-        "a DFlash 2 candidate selector": bool(own.get("selector_top_k")),
-        "a LiLiCorr head": bool(own.get("lilicorr_enabled")),
-        f"architecture {architecture}": architecture in SGLANGS,
-    }
-    for kind, present in kinds.items():
-        if present:
-            return f"the drafter has {kind}, whose positions are not drafted independently"
-    return None
-
-
-def read_config(path: str, args: Any, *, flag: str, overrides: bool = False) -> dict[str, Any]:
-    """A checkpoint's config.json as a dictionary; never runs code of the checkpoint's.
-
-    Args:
-        path: local folder or hub id.
-        args: for the revision and, with ``overrides``, ``--json-model-override-args``.
-        flag: that named the path, for messages.
-
-    Raises:
-        CheckpointError: the config cannot be read.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        file = folder / "config.json"
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(
-                f"{flag}={path}: cannot read config.json ({error.strerror}). Give a checkpoint "
-                "folder in the Hugging Face layout."
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"{flag}={path}: config.json is not valid JSON ({error}). Download it again."
-            ) from error
-    elif folder.exists() or path.startswith((".", "/", "~")):
-        raise CheckpointError(f"{flag}={path}: no such folder. Check the path.")
-    else:
-        from transformers import PretrainedConfig
-
-        drafter = flag == DFLASH_FLAG
-        revision = args.speculative_draft_model_revision if drafter else args.revision
-        try:
-            found, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-        except Exception as error:
-            raise CheckpointError(
-                f"{flag}={path}: neither a local folder nor a readable hub checkpoint "
-                f"({' '.join(str(error).split())[:300]}). Check the name and the network."
-            ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{flag}={path}: config.json holds no mapping. Download it again.")
-    if overrides:
-        found = {**found, **json.loads(args.json_model_override_args or "{}")}
-    return found
-
-
-def architecture_of(config: dict[str, Any]) -> str:
-    """The first entry of ``architectures``, or an empty string."""
-    architectures = config.get("architectures") or [""]
-    return str(architectures[0])
-
-
-def dflash_section(drafter: dict[str, Any]) -> dict[str, Any]:
-    """``dflash_config`` of a drafter; empty where the keys lie at the top level."""
-    section = drafter.get("dflash_config") or {}
-    return section if isinstance(section, dict) else {}
-
-
-def value_of(drafter: dict[str, Any], key: str) -> Any:
-    """A DFlash key from ``dflash_config``, else from the top level, as SGLang reads it."""
-    return dflash_section(drafter).get(key, drafter.get(key))
-
-
-def check_architecture(drafter: dict[str, Any], path: str) -> None:
-    """Refuse a checkpoint that is no DFlash drafter."""
-    architecture = architecture_of(drafter)
-    if architecture not in (*OURS, *SGLANGS) and "DFlash" not in architecture:
-        raise CheckpointError(
-            f"{DFLASH_FLAG}={path}: architectures is {drafter.get('architectures')!r}, not a "
-            f"DFlash drafter ({', '.join((*OURS, *SGLANGS))}). Name a DFlash drafter, not a "
-            "target or an EAGLE head."
-        )
-
-
-def check_fit(drafter: dict[str, Any], target: dict[str, Any], path: str) -> None:
-    """Refuse a drafter whose shapes, taps or mask id do not fit the target."""
-
-    def misfit(key: str, value: Any, reason: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{DFLASH_FLAG}={path}: {key}={value!r} {reason}. {remedy}")
-
-    pairing = "Use a drafter trained for this target."
-    hidden = value_of(drafter, "target_hidden_size") or drafter.get("hidden_size")
-    if hidden != target.get("hidden_size"):
-        raise misfit(
-            "hidden_size", hidden, f"but the target's is {target.get('hidden_size')}", pairing
-        )
-    vocabulary, own = target.get("vocab_size"), drafter.get("vocab_size")
-    if own is not None and own != vocabulary:
-        raise misfit("vocab_size", own, f"but the target's is {vocabulary}", pairing)
-    layers = target.get("num_hidden_layers")
-    expected = value_of(drafter, "num_target_layers")
-    if expected is not None and layers is not None and expected != layers:
-        raise misfit("num_target_layers", expected, f"but the target has {layers}", pairing)
-
-    key = "dflash_config.target_layer_ids"
-    taps = value_of(drafter, "target_layer_ids")
-    help_taps = (
-        "They are the target layers the drafter was trained on; take them from its published "
-        "config.json."
+def _check_architecture(drafter: Drafter) -> None:
+    if drafter.architecture is not None:
+        return
+    names = drafter.config.get("architectures")
+    hint = "Name a DFlash drafter, not a target or an EAGLE head."
+    if any("DSpark" in str(name) for name in names or ()):
+        hint = "Serve a DSpark drafter with --speculative-algorithm DSPARK."
+    raise drafter.error(
+        f"architectures={names!r} is not a DFlash drafter ({', '.join(ARCHITECTURES)}). {hint}"
     )
-    if not isinstance(taps, list) or not taps:
-        raise misfit(key, taps, "is missing or empty; guessing it gives a drafter that is never "
-                     "right", help_taps)
-    if not all(type(tap) is int for tap in taps):
-        raise misfit(key, taps, "must be a list of integers", help_taps)
-    if layers is not None and not all(0 <= tap < layers for tap in taps):
-        raise misfit(key, taps, f"names layers outside 0..{layers - 1}", help_taps)
-    if sorted(set(taps)) != taps:
-        raise misfit(key, taps, "must increase strictly", help_taps)
-    check_mask_token(drafter, target, path)
 
 
-def check_mask_token(drafter: dict[str, Any], target: dict[str, Any], path: str) -> None:
-    """Refuse a missing, impossible or doubly used mask id."""
-    mask = value_of(drafter, "mask_token_id")
-    name = f"{DFLASH_FLAG}={path}: dflash_config.mask_token_id"
+def _check_equal(
+    drafter: Drafter, key: str, expected: int, target: Target, remedy: str = ""
+) -> None:
+    value = drafter.get(key)
+    if type(value) is not int or value != expected:
+        raise drafter.error(
+            f"{key}={value!r}, but {target.path} has {expected}. {_PAIRING}{remedy}"
+        )
+
+
+def _check_taps(drafter: Drafter, target: Target) -> None:
+    taps, key = drafter.get("target_layer_ids"), "dflash_config.target_layer_ids"
+    last = target.num_layers - 1
+    if taps is None:
+        raise drafter.error(f"{key} is missing. {_TAPS_SOURCE}")
+    reason = None
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        reason = "is not a list of integers"
+    elif not taps:
+        reason = "is empty"
+    elif not all(0 <= tap <= last for tap in taps):
+        reason = f"names layers that {target.path} does not have (it has 0 to {last})"
+    elif sorted(set(taps)) != taps:
+        # SGLang concatenates features in the order the layers run.
+        reason = "does not increase strictly"
+    if reason:
+        raise drafter.error(f"{key}={taps!r} {reason}. {_TAPS_SOURCE}")
+
+
+def _check_mask_token(drafter: Drafter, target: Target) -> None:
+    mask, key = drafter.get("mask_token_id"), "dflash_config.mask_token_id"
     if mask is None:
-        raise CheckpointError(f"{name} is missing. {MASK_HELP}")
+        raise drafter.error(f"{key} is missing. {_MASK_SOURCE}")
+    reason = None
     if type(mask) is not int:
-        raise CheckpointError(f"{name}={mask!r} is not an integer. {MASK_HELP}")
-    vocabulary = target.get("vocab_size")
-    if not 0 <= mask < (vocabulary or mask + 1):
-        raise CheckpointError(f"{name}={mask} is outside the vocabulary (0..{vocabulary - 1}). "
-                              + MASK_HELP)
-    for role in ("eos_token_id", "pad_token_id"):
-        ids = target.get(role)
-        if mask in (ids if isinstance(ids, list) else [ids]):
-            raise CheckpointError(f"{name}={mask} is also the target's {role}. {MASK_HELP}")
+        reason = "is not an integer"
+    elif not 0 <= mask < target.vocab_size:
+        reason = f"is outside the vocabulary of {target.path} (0 to {target.vocab_size - 1})"
+    elif mask in target.special_ids:
+        reason = (
+            f"is also the {target.special_ids[mask]} of {target.path}, a token that real text "
+            "contains"
+        )
+    if reason:
+        raise drafter.error(f"{key}={mask!r} {reason}. {_MASK_SOURCE}")
 
 
-def trained_block_size(drafter: dict[str, Any], path: str) -> int:
-    """The drafter's block size.
+def trained_block_size(drafter: Drafter) -> int | None:
+    """Rows of the block the drafter was trained for, anchor included; None where unpublished.
 
     Raises:
-        CheckpointError: it is missing or below 2.
+        CheckpointError: the value is no usable size.
     """
-    size = value_of(drafter, "block_size")
-    if type(size) is not int or size < 2:
-        raise CheckpointError(
-            f"{DFLASH_FLAG}={path}: block_size={size!r} is not a usable block: it counts the "
-            "anchor and at least one drafted token. Take it from the drafter's published "
-            "config.json."
+    size = drafter.get("block_size")
+    if size is not None and (type(size) is not int or size < 2):
+        raise drafter.error(
+            f"block_size={size!r} is not usable: a block is the anchor and at least one drafted "
+            "token. Take the value from the published checkpoint."
         )
     return size
 
 
-def check_weights(folder: Path, drafter: dict[str, Any]) -> None:
-    """Check a local drafter's safetensors headers; no weight is read.
+def check_weights(drafter: Drafter) -> None:
+    """Check a local drafter's safetensors files by their headers; loads no weight.
+
+    SGLang skips tensors it does not expect and never asks for those it misses, which stay as
+    they were initialised. Hub ids are left to the download.
 
     Raises:
         CheckpointError: no safetensors file, a damaged one, or a missing or misshapen tensor.
     """
-    where = f"{DFLASH_FLAG}={folder}"
+    if drafter.folder is None:
+        return
+    found = {
+        _parameter_name(name): shape
+        for file in _weight_files(drafter, drafter.folder)
+        for name, shape in _read_shapes(drafter, file)
+    }
+    if drafter.get("quantization_config") or any(name.endswith("_scale") for name in found):
+        # Packed tensors have other names and shapes, which are the loader's business.
+        return
+    for name, shape in _expected_shapes(drafter).items():
+        if name not in found and not _is_fused(name, found):
+            raise drafter.error(
+                f"no tensor {name} of shape {list(shape)} in its .safetensors files, as "
+                f"config.json implies. {_INCOMPLETE}"
+            )
+        if name in found and found[name] != shape:
+            raise drafter.error(
+                f"{name} has shape {list(found[name])}, but config.json implies {list(shape)}: "
+                f"config and weights are not of one drafter. {_INCOMPLETE}"
+            )
+
+
+def _weight_files(drafter: Drafter, folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = sorted(set(_read_json(index, drafter.path).get("weight_map", {}).values()))
+        if absent := [shard for shard in shards if not (folder / shard).is_file()]:
+            raise drafter.error(
+                f"{', '.join(absent)} named by {index.name} is not there. {_INCOMPLETE}"
+            )
+        return [folder / shard for shard in shards]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(
-            f"{where}: holds no .safetensors file. Checkpoints are loaded with safetensors only, "
-            "never with pickle; convert .bin or .pt files first."
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt"))
+        holds = f"only {', '.join(pickles)}" if pickles else "no weights"
+        raise drafter.error(
+            f"the folder holds {holds}, and no .safetensors file. Weights are read from "
+            "safetensors only, since a pickle can run any code: convert them, or download the "
+            "safetensors version."
         )
-    shapes: dict[str, list[int]] = {}
-    for file in files:
-        shapes.update(_header(file, where))
-    # A native export prefixes what encodes the target's features.
-    names = {name.removeprefix("model.").removeprefix("encoder."): s for name, s in shapes.items()}
-    needed = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    needed |= {
-        f"layers.{layer}.self_attn.o_proj.weight"
-        for layer in range(int(drafter["num_hidden_layers"]))
-    }
-    missing = sorted(needed - names.keys())
-    if missing:
-        raise CheckpointError(
-            f"{where}: tensors are missing: {', '.join(missing)}. The checkpoint is incomplete or "
-            "of another format; download it again."
-        )
-    taps, hidden = len(value_of(drafter, "target_layer_ids")), int(drafter["hidden_size"])
-    source = int(value_of(drafter, "target_hidden_size") or hidden)
-    if names["fc.weight"] != [hidden, taps * source]:
-        raise CheckpointError(
-            f"{where}: fc.weight has shape {names['fc.weight']}, but {taps} target_layer_ids and "
-            f"hidden_size {hidden} need {[hidden, taps * source]}. config.json and weights are not "
-            "of one drafter."
-        )
+    return files
 
 
-def _header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes in one safetensors file, after checking that it is whole."""
+def _read_shapes(drafter: Drafter, file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    from safetensors import SafetensorError, safe_open
+
     try:
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tuple(tensors.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            size = file.stat().st_size
-            if length > size - 8:
-                raise ValueError("header is cut off")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        if 8 + length + end != size:
-            raise ValueError(f"{size} bytes on disk, {8 + length + end} expected")
-        return iter([(name, tensor["shape"]) for name, tensor in header.items()])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(
-            f"{where}: {file.name} is not a whole safetensors file ({error}). Download it again."
+            pointer = stream.read(32).startswith(b"version https://git-lfs")
+        remedy = "It is a Git LFS pointer: run git lfs pull." if pointer else _INCOMPLETE
+        raise drafter.error(
+            f"{file.name} is not a whole safetensors file ({error}). {remedy}"
         ) from error
+
+
+def _parameter_name(name: str) -> str:
+    """A checkpoint's tensor name as SGLang resolves it."""
+    name = name.removeprefix("model.")
+    return {
+        "encoder.fc.weight": "fc.weight",
+        "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    }.get(name, name)
+
+
+def _expected_shapes(drafter: Drafter) -> dict[str, tuple[int, ...]]:
+    """Tensors of a DFlash decoder with K taps, from its config (arXiv 2602.06036, section 3)."""
+    hidden = _dimension(drafter, "hidden_size")
+    inner = _dimension(drafter, "intermediate_size")
+    heads = _dimension(drafter, "num_attention_heads")
+    kv_heads = _dimension(drafter, "num_key_value_heads", default=heads)
+    head_dim = _dimension(drafter, "head_dim", default=hidden // heads)
+    layers = _dimension(drafter, "num_hidden_layers")
+    taps = len(drafter.get("target_layer_ids"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    layer_shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (heads * head_dim, hidden),
+        "self_attn.k_proj": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj": (hidden, heads * head_dim),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(layers):
+        for name, shape in layer_shapes.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    return shapes
+
+
+def _dimension(drafter: Drafter, key: str, default: int | None = None) -> int:
+    value = drafter.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        raise drafter.error(
+            f"{key}={value!r} in config.json is no positive integer. Take the file from the "
+            "published checkpoint."
+        )
+    return value
+
+
+def _is_fused(name: str, found: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint stores the projection fused with its neighbours, as SGLang does."""
+    for parts, fused in (
+        (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        (("gate_proj", "up_proj"), "gate_up_proj"),
+    ):
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(part, fused) in found
+    return False

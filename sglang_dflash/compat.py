@@ -1,9 +1,13 @@
 """Is the installed SGLang one whose internals this package was written against?
 
-Every seam the plugin touches has a fingerprint, taken from SGLang's source with ``ast``: its
-signature, and a hash of its whole source without comments, docstrings or layout. An equal hash
-runs; an equal signature over changed source runs with a warning; anything else is refused.
-Reading source imports nothing of SGLang.
+Every seam the plugin overrides, copies the meaning of or calls has a fingerprint per certified
+release, read from SGLang's source with ``ast``: its signature, and a hash of its whole source
+without comments, docstrings and layout. Equal hashes run. Equal signatures over changed source
+run with a warning, and the report says so, for features that rest on more than signatures. A
+changed signature, a missing seam or a release that was never certified is refused.
+
+Nothing of SGLang is imported. An unmodified release is recognised by the hashes of its files
+alone, in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,204 +20,375 @@ import importlib.util
 import json
 import logging
 import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+from sglang_dflash import platforms
 
 logger = logging.getLogger("sglang_dflash")
 
 OVERRIDE = "SGLANG_DFLASH_ALLOW_UNTESTED"
+"""Set to 1 to run on a release that was never certified, at one's own risk."""
 FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
 
-_WORKER = "srt/speculative/dflash_worker_v2.py:DFlashWorkerV2."
-SEAMS = (
-    *(
-        _WORKER + name
-        for name in (
-            "__init__",
-            "forward_batch_generation",
-            "alloc_memory_pool",
-            "init_cuda_graphs",
-            "prewarm_sampling",
-            "_append_target_hidden_to_draft_kv_by_loc",
-            "_can_skip_verify_logits",
-            "_compute_compact_draft_seq_lens",
-            "_draft_write_ids",
-            "_ensure_draft_block_buffers",
-            "_fill_compact_seq_lens_cpu_bound",
-            "_greedy_sample_from_vocab_parallel_head",
-            "_init_fused_kv_helper",
-            "_maybe_build_draft_sampler",
-            "_rebuild_compact_draft_cache",
-            "_update_target_mamba_state_after_verify",
-        )
+
+def _members(owner: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{owner}{name}" for name in names)
+
+
+SEAMS: tuple[str, ...] = (
+    # Overridden by the worker, or re-implemented by its step.
+    *_members(
+        "srt/speculative/dflash_worker_v2.py:DFlashWorkerV2.",
+        "__init__",
+        "__getattr__",
+        "_accept_block",
+        "_append_target_hidden_to_draft_kv_by_loc",
+        "_cache_full_embed_weight",
+        "_can_skip_verify_logits",
+        "_compute_compact_draft_seq_lens",
+        "_defer_target_verify_gather",
+        "_draft_write_ids",
+        "_ensure_draft_block_buffers",
+        "_fill_compact_seq_lens_cpu_bound",
+        "_greedy_sample_from_vocab_parallel_head",
+        "_init_fused_kv_helper",
+        "_maybe_build_draft_sampler",
+        "_rebuild_compact_draft_cache",
+        "_resolve_mask_token_id",
+        "_update_target_mamba_state_after_verify",
+        "alloc_memory_pool",
+        "draft_worker",
+        "forward_batch_generation",
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "prewarm_sampling",
     ),
     "srt/speculative/dflash_worker_v2.py:_resolve_dflash_embedding_module",
+    "srt/speculative/base_spec_worker.py:BaseSpecWorker",
+    # What a step passes around.
     "srt/speculative/dflash_info.py:DFlashVerifyInput",
     "srt/speculative/dflash_info_v2.py:DFlashDraftInputV2",
+    "srt/speculative/draft_worker_common.py:make_draft_input_v2",
+    "srt/managers/overlap_utils.py:RelayPayload",
+    "srt/managers/utils.py:GenerationBatchResult",
+    "srt/mem_cache/kv_index_translator.py:KVIndexTranslator.plan",
+    "srt/mem_cache/kv_loc_plan.py:KVLocPlan",
+    "srt/model_executor/forward_batch_info.py:ForwardBatch",
+    "srt/model_executor/forward_batch_info.py:enable_num_token_non_padded",
+    # Called by the step.
+    "srt/managers/tp_worker.py:TpModelWorker.forward_batch_generation",
+    "srt/layers/logits_processor.py:LogitsProcessor.deferred_argmax",
+    "srt/layers/logits_processor.py:LogitsProcessor.finish_deferred_gather",
+    "srt/layers/logits_processor.py:LogitsProcessor.is_deferred_shard",
+    "srt/layers/logprob_processor.py:compute_spec_logprobs",
+    "srt/layers/sampler.py:Sampler.forward",
+    "srt/lora/layers.py:unwrap_lora_layer",
+    "srt/sampling/sampling_batch_info.py:SamplingBatchInfo",
     "srt/speculative/dflash_utils.py:apply_dflash_simulated_acceptance",
     "srt/speculative/dflash_utils.py:apply_dflash_verify_logits_adjustments",
     "srt/speculative/dflash_utils.py:can_dflash_slice_qkv_weight",
-    "srt/speculative/dflash_utils.py:parse_dflash_draft_config",
-    "srt/speculative/draft_worker_common.py:make_draft_input_v2",
-    "srt/speculative/spec_info.py:SpeculativeAlgorithm.create_worker",
-    "srt/speculative/spec_sampling_mask.py:SpeculativeSamplingMaskCapture.from_logits",
+    "srt/speculative/spec_sampling_mask.py:SpeculativeSamplingMaskCapture",
     "srt/speculative/spec_tp_sync.py:SpecTpSync.sync",
+    "srt/speculative/spec_tp_sync.py:SpecTpSyncSite",
     "srt/speculative/spec_utils.py:GrammarTree",
     "srt/speculative/spec_utils.py:build_grammar_vocab_mask",
     "srt/speculative/spec_utils.py:draft_tp_context",
-    "srt/arg_groups/speculative_hook.py:_handle_dflash",
-    "srt/arg_groups/overrides.py:declare_resolution",
-    "srt/arg_groups/resolution_hooks.py:register_resolution_hook",
-    "srt/layers/logprob_processor.py:compute_spec_logprobs",
-    "srt/layers/sampler.py:Sampler.forward",
-    "srt/managers/overlap_utils.py:RelayPayload",
-    "srt/managers/tp_worker.py:TpModelWorker.forward_batch_generation",
-    "srt/managers/utils.py:GenerationBatchResult",
-    "srt/mem_cache/allocation_sizing.py:get_req_to_token_extra_context_len",
-    "srt/mem_cache/kv_index_translator.py:KVIndexTranslator.plan",
-    "srt/mem_cache/kv_loc_plan.py:KVLocPlan",
+    # The drafter, whose context K/V is written outside its own forward.
     "srt/models/dflash.py:DFlashAttention",
     "srt/models/dflash.py:DFlashDraftModel",
+    "srt/speculative/dflash_utils.py:parse_dflash_draft_config",
+    # Launch: arguments, hooks, sizes.
+    "srt/arg_groups/overrides.py:declare_resolution",
+    "srt/arg_groups/resolution_hooks.py:register_resolution_hook",
+    "srt/arg_groups/speculative_hook.py:_handle_dflash",
+    "srt/mem_cache/allocation_sizing.py:get_alloc_len_per_decode",
+    "srt/mem_cache/allocation_sizing.py:get_alloc_page_size",
+    "srt/mem_cache/allocation_sizing.py:get_alloc_reserve_per_decode",
+    "srt/mem_cache/allocation_sizing.py:get_req_to_token_extra_context_len",
+    "srt/plugins/__init__.py:load_plugins",
     "srt/plugins/hook_registry.py:HookRegistry",
-    "srt/server_args.py:ServerArgs.add_cli_args",
-    "srt/server_args.py:ServerArgs.from_cli_args",
+    *_members(
+        "srt/server_args.py:ServerArgs.",
+        "__reduce__",
+        "__setattr__",
+        "add_cli_args",
+        "from_cli_args",
+        "resolve_once",
+    ),
+    *_members(
+        "srt/speculative/spec_info.py:SpeculativeAlgorithm.",
+        "create_worker",
+        "get_num_tokens_per_req_for_target_verify",
+        "handle_server_args",
+        "is_dflash",
+    ),
 )
-"""What the plugin overrides, copies the meaning of, or calls: ``file:qualified name``."""
+"""What the plugin touches on every device: ``file:qualified name`` below ``sglang/``."""
 
-
-class Fingerprint(NamedTuple):
-    """One seam as it stands in one SGLang release."""
-
-    signature: str
-    source: str
+PLATFORM_SEAMS: tuple[str, ...] = (
+    "srt/distributed/bootstrap.py:_bind_threads_if_cpu",
+    "srt/distributed/bootstrap.py:_init_cpu_threads_env",
+    "srt/layers/attention/attention_registry.py:register_attention_backend",
+    "srt/layers/attention/base_attn_backend.py:AttentionBackend",
+    "srt/layers/layernorm.py:RMSNorm",
+    "srt/mem_cache/allocation.py:assign_req_to_token_pool_func",
+    "srt/mem_cache/allocation.py:get_last_loc",
+    "srt/mem_cache/memory_pool.py:MHATokenToKVPool",
+    "srt/platforms/interface.py:SRTPlatform",
+)
+"""What the CPU platform touches besides; checked where it is selected."""
 
 
 class IncompatibleError(RuntimeError):
     """The installed SGLang is not one this package can drive."""
 
 
-def fingerprint(root: Path, seam: str) -> Fingerprint | None:
-    """Fingerprint a seam below a ``sglang`` package folder, or None where it is missing."""
-    file, name = seam.split(":")
-    try:
-        tree = _parse(root / file)
-    except OSError:
-        return None
-    node: ast.AST = tree
-    for part in name.split("."):
-        found = [
-            child
-            for child in getattr(node, "body", [])
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            and child.name == part
-        ]
-        if not found:
-            return None
-        node = found[-1]
-    if isinstance(node, ast.ClassDef):
-        fields = [ast.unparse(s.target) for s in node.body if isinstance(s, ast.AnnAssign)]
-        methods = [
-            f"{m.name}({ast.unparse(m.args)})" for m in node.body if isinstance(m, ast.FunctionDef)
-        ]
-        signature = "; ".join([*fields, *methods])
-    else:
-        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        signature = ast.unparse(node.args)
-    return Fingerprint(_digest(signature), _digest(ast.unparse(_without_docstrings(node))))
+@dataclass(frozen=True)
+class Report:
+    """How the installed SGLang compares with a certified release."""
+
+    version: str
+    changed: tuple[str, ...] = ()
+    """Seams whose source changed behind an unchanged signature."""
+    certified: bool = True
+    """False on a release outside the table, allowed by :data:`OVERRIDE`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every seam is the certified one, byte for byte but for comments."""
+        return self.certified and not self.changed
 
 
 @functools.cache
-def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def check() -> Report:
+    """Compare the installed SGLang with the certified releases; logs once what differs.
+
+    Raises:
+        IncompatibleError: naming the release or the seams, and the remedy.
+    """
+    seams = SEAMS + PLATFORM_SEAMS if platforms.selected() else SEAMS
+    report = compare(
+        importlib.metadata.version("sglang"),
+        reader(sglang_root()),
+        certified(),
+        seams=seams,
+        allow_untested=os.environ.get(OVERRIDE) == "1",
+    )
+    if not report.certified:
+        logger.warning(
+            "DFLASH: sglang %s was never certified for sglang-dflash; it runs because %s=1.",
+            report.version,
+            OVERRIDE,
+        )
+    if report.changed:
+        logger.warning(
+            "DFLASH: sglang %s has changed source behind unchanged signatures in %s. It runs, "
+            "but this combination was not tested.",
+            report.version,
+            ", ".join(report.changed),
+        )
+    return report
 
 
-def _without_docstrings(node: ast.AST) -> ast.AST:
-    for child in ast.walk(node):
-        body = getattr(child, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-            and isinstance(body[0].value.value, str)
-        ):
-            child.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
-    return node
+def compare(
+    version: str,
+    read: Callable[[str], bytes | None],
+    table: Mapping[str, Any],
+    *,
+    seams: Iterable[str] = SEAMS,
+    allow_untested: bool = False,
+) -> Report:
+    """Compare one SGLang with the table.
+
+    Args:
+        version: its release.
+        read: gives a file below ``sglang/`` as bytes, or None where it is missing.
+        table: as :func:`certified` returns it; the newest release last.
+        seams: those to compare.
+        allow_untested: compare an unknown release with the newest certified one instead of
+            refusing it. A changed signature is refused all the same: calls would fail.
+
+    Raises:
+        IncompatibleError: the release or one of the seams cannot be used.
+    """
+    newest = list(table)[-1]
+    install = f"pip install sglang=={newest}"
+    known = version in table
+    if not known and not allow_untested:
+        raise IncompatibleError(
+            f"DFLASH: sglang {version} is not certified for sglang-dflash (certified: "
+            f"{', '.join(table)}). Install a certified release ({install}), set {OVERRIDE}=1 to "
+            "try this one, or uninstall sglang-dflash to use SGLang's own worker."
+        )
+    entry = table[version if known else newest]
+    changed: list[str] = []
+    broken: list[str] = []
+    for seam in seams:
+        expected = entry["seams"][seam]
+        content = read(seam.partition(":")[0])
+        if content is not None and _digest(content) == entry["files"][seam.partition(":")[0]]:
+            continue
+        found = fingerprint(content, seam)
+        if found is None:
+            broken.append(f"{seam} is missing")
+        elif found["signature"] != expected["signature"]:
+            change = _signature_change(expected["signature"], found["signature"])
+            broken.append(f"{seam} has another signature ({change})")
+        elif found["sha256"] != expected["sha256"]:
+            changed.append(seam)
+    if broken:
+        raise IncompatibleError(
+            f"DFLASH: sglang {version} does not offer what sglang-dflash is built on: "
+            f"{'; '.join(broken)}. Install a certified, unmodified release ({install}), or "
+            "uninstall sglang-dflash to use SGLang's own worker."
+        )
+    return Report(version, tuple(changed), certified=known)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def certified() -> dict[str, Any]:
+    """The shipped table: release -> ``files`` (path -> hash) and ``seams`` (seam -> print)."""
+    return json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
 
 
 def sglang_root() -> Path:
-    """The installed ``sglang`` package folder, without importing it."""
+    """The installed ``sglang`` package folder, found without importing it."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        raise IncompatibleError("sglang is not installed. Install it with: pip install sglang-dflash")
+        raise IncompatibleError("DFLASH: sglang is not installed. Run: pip install sglang-dflash")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def certified() -> dict[str, dict[str, Fingerprint]]:
-    """Release -> seam -> fingerprint, as shipped."""
-    table = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
+def reader(root: Path) -> Callable[[str], bytes | None]:
+    """Reads files below a ``sglang`` folder; None where there is none."""
+
+    @functools.cache
+    def read(path: str) -> bytes | None:
+        file = root / path
+        return file.read_bytes() if file.is_file() else None
+
+    return read
+
+
+def take(read: Callable[[str], bytes | None]) -> dict[str, Any]:
+    """The table entry of an SGLang release.
+
+    Raises:
+        IncompatibleError: seams are missing from it.
+    """
+    seams = {seam: fingerprint(read(seam.partition(":")[0]), seam) for seam in _all_seams()}
+    missing = [seam for seam, value in seams.items() if value is None]
+    if missing:
+        raise IncompatibleError(f"missing from this release: {', '.join(missing)}")
+    files = sorted({seam.partition(":")[0] for seam in seams})
     return {
-        version: {seam: Fingerprint(*values) for seam, values in seams.items()}
-        for version, seams in table.items()
+        "files": {path: _digest(content) for path in files if (content := read(path)) is not None},
+        "seams": seams,
     }
 
 
-def check() -> None:
-    """Refuse an SGLang whose seams are not the certified ones; cheap after the first call.
+def _all_seams() -> list[str]:
+    return sorted(SEAMS + PLATFORM_SEAMS)
 
-    Raises:
-        IncompatibleError: naming the release or the seams, and what to do.
+
+def fingerprint(content: bytes | None, seam: str) -> dict[str, str] | None:
+    """A seam's ``signature`` and ``sha256`` in its file's content, or None where it is missing.
+
+    The signature of a function is its parameters, ``=`` marking those with a default; that of
+    a class its annotated fields and its methods. Annotations and default values count as source.
     """
-    if not _checked():
-        logger.warning("DFLASH: unexpected SGLang internals allowed by %s=1", OVERRIDE)
+    if content is None:
+        return None
+    node: ast.AST | None = _parse(content)
+    for name in seam.partition(":")[2].split("."):
+        node = _child(node, name)
+    if node is None:
+        return None
+    return {"signature": _signature(node), "sha256": _digest(_canonical(node).encode())}
 
 
-@functools.cache
-def _checked() -> bool:
-    problem = compare(
-        importlib.metadata.version("sglang"), sglang_root(), certified()
-    )
-    if problem is None:
-        return True
-    if os.environ.get(OVERRIDE) == "1":
-        return False
-    raise IncompatibleError(problem)
+@functools.lru_cache(maxsize=1)
+def _parse(content: bytes) -> ast.Module:
+    return ast.parse(content)
 
 
-def compare(version: str, root: Path, table: dict[str, dict[str, Fingerprint]]) -> str | None:
-    """What is wrong with an SGLang installation, or None.
-
-    Changed source behind an unchanged signature is not wrong, but is logged as a warning.
-    """
-    remedy = (
-        f"Install a certified release (pip install sglang=={max(table)}), or set {OVERRIDE}=1 to "
-        "run anyway."
-    )
-    if version not in table:
-        return (
-            f"DFLASH: sglang {version} is not certified for sglang-dflash; certified: "
-            f"{', '.join(table)}. {remedy}"
-        )
-    changed, broken = [], []
-    for seam, expected in table[version].items():
-        found = fingerprint(root, seam)
-        if found is None:
-            broken.append(f"{seam} (missing)")
-        elif found.signature != expected.signature:
-            broken.append(f"{seam} (signature changed)")
-        elif found.source != expected.source:
-            changed.append(seam)
-    if broken:
-        return f"DFLASH: sglang {version} differs from the certified build: {'; '.join(broken)}. " + remedy
-    if changed:
-        logger.warning(
-            "DFLASH: sglang %s has modified source in %s; signatures are unchanged, so it runs, "
-            "but this combination was not tested.",
-            version,
-            ", ".join(changed),
-        )
+def _child(node: ast.AST | None, name: str) -> ast.AST | None:
+    """The last definition of a name in a module or class: an overload's implementation."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for child in reversed(getattr(node, "body", [])):
+        if isinstance(child, definitions) and child.name == name:
+            return child
     return None
+
+
+def _signature(node: ast.AST) -> str:
+    if isinstance(node, ast.ClassDef):
+        fields = [
+            f"{ast.unparse(item.target)}{'=' if item.value else ''}"
+            for item in node.body
+            if isinstance(item, ast.AnnAssign)
+        ]
+        methods = [
+            f"{item.name}({_signature(item)})"
+            for item in node.body
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        return "; ".join(fields + methods)
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    args = node.args
+    positional = args.posonlyargs + args.args
+    required = len(positional) - len(args.defaults)
+    parts = [f"{a.arg}{'=' if i >= required else ''}" for i, a in enumerate(positional)]
+    if args.posonlyargs:
+        parts.insert(len(args.posonlyargs), "/")
+    if args.vararg:
+        parts.append(f"*{args.vararg.arg}")
+    elif args.kwonlyargs:
+        parts.append("*")
+    parts += [
+        f"{a.arg}{'=' if default else ''}"
+        for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    if args.kwarg:
+        parts.append(f"**{args.kwarg.arg}")
+    return ", ".join(parts)
+
+
+def _signature_change(expected: str, found: str) -> str:
+    """What differs, member by member for a class."""
+    old, new = expected.split("; "), found.split("; ")
+    gone = [member for member in old if member not in new]
+    added = [member for member in new if member not in old]
+    return f"was: {'; '.join(gone) or 'without'}, now: {'; '.join(added) or 'gone'}"
+
+
+def _canonical(node: Any) -> str:
+    """A syntax tree as text, without docstrings.
+
+    ``ast.dump`` will not do: Python releases differ in the empty fields they print.
+    """
+    if isinstance(node, list):
+        return f"[{','.join(map(_canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(value, list) and value and _is_docstring(value[0]):
+            value = value[1:]
+        if value is not None and value != []:
+            fields.append(f"{name}={_canonical(value)}")
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -7,7 +7,8 @@ forward, with the head's argmax as its tail, replays SGLang's captured draft gra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
@@ -97,9 +98,7 @@ def prepare(worker: DFlashWorker, batch: ScheduleBatch) -> Window:
         write_virtual=block.slots.reshape(-1),
         read_extent=rows,
     )
-    return Window(
-        anchors, lengths, lengths_bound, block.ids, block.positions, block.slots, plan
-    )
+    return Window(anchors, lengths, lengths_bound, block.ids, block.positions, block.slots, plan)
 
 
 def draft(worker: DFlashWorker, batch: ScheduleBatch, window: Window) -> torch.Tensor:
@@ -159,6 +158,29 @@ def _block_forward_batch(
     whole = worker.verify_rows == block_size
     plan.bind(forward_batch, translator, cols=None if whole else columns)
     return forward_batch
+
+
+def accept_any_dtype(draft_model: torch.nn.Module) -> None:
+    """Let a drafter run in float32 or float16; safe to repeat.
+
+    SGLang's eager runner hands every model its ``input_embeds`` in bfloat16; a drafter in another
+    dtype would stop at its first matrix product.
+    """
+    if getattr(draft_model, "_dflash_any_dtype", False):
+        return
+    draft_model._dflash_any_dtype = True  # type: ignore[assignment]
+
+    # SGLang calls ``forward`` itself, so a module hook would not be seen.
+    forward = draft_model.forward
+
+    @functools.wraps(forward)
+    def forward_in_own_dtype(*args: Any, **kwargs: Any) -> Any:
+        embeds = kwargs.get("input_embeds")
+        if embeds is not None:
+            kwargs["input_embeds"] = embeds.to(next(draft_model.parameters()).dtype)
+        return forward(*args, **kwargs)
+
+    draft_model.forward = forward_in_own_dtype  # type: ignore[method-assign]
 
 
 def unwrapped_head(target_model: torch.nn.Module) -> torch.nn.Module:

@@ -3,7 +3,7 @@
 SGLang logs and swallows whatever goes wrong while a plugin loads or a hook is applied, and then
 runs its own worker. So :func:`register` imports little, catches everything, and on failure
 leaves one hook behind that refuses a DFLASH launch with the stored reason; and the hook that
-chooses the worker checks that all the others are live.
+chooses the worker checks that all the others are live. Every hook is idle for other algorithms.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 TABLE_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+STOCK_WORKER = ("sglang.srt.speculative.dflash_worker_v2", "DFlashWorkerV2")
 
 
 def register() -> None:
@@ -35,7 +36,9 @@ def _install() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    register_resolution_hook(RESOLUTION_STEP)(_resolve)
+    from sglang_dflash import arguments
+
+    register_resolution_hook(RESOLUTION_STEP)(arguments.resolve)
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -57,35 +60,26 @@ def _refuse_every_launch(reason: str) -> None:
         previous(server_args)
 
 
-def _resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
-    from sglang_dflash import arguments, compat
-
-    if arguments.is_dflash(server_args):
-        compat.check()
-    arguments.resolve(server_args, previous)
-
-
-def _add_cli_args(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+def _add_cli_args(original: Callable[..., Any], parser: argparse.ArgumentParser) -> None:
     from sglang_dflash import config
 
-    result = original(parser)
+    original(parser)
     parser.add_argument(
         config.FLAG,
         type=str,
         default=None,
         metavar="FILE",
-        help="YAML file that tunes DFLASH. Flags given beside it win over its keys.",
+        help="DFLASH only. YAML file of settings; flags given beside it win over its keys.",
     )
-    return result
 
 
-def _from_cli_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     from sglang_dflash import arguments, config
 
-    server_args = original(*args, **kwargs)
-    namespace = kwargs.get("args", args[-1] if args else None)
-    path = getattr(namespace, config.FLAG.lstrip("-").replace("-", "_"), None)
+    server_args = original(cls, args)
+    path = getattr(args, config.FLAG.lstrip("-").replace("-", "_"), None)
     if path is not None:
+        # Not one of SGLang's fields, but pickled with them.
         setattr(server_args, arguments.CONFIG_ATTRIBUTE, path)
     return server_args
 
@@ -95,38 +89,46 @@ def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: An
     stock = original(algorithm, server_args)
     if not algorithm.is_dflash():
         return stock
-    from sglang_dflash import arguments, checkpoint, compat
+    from sglang_dflash import arguments, compat
 
     compat.check()
     _check_hooks_are_live()
     launch = arguments.launch_of(server_args)
-    reason = checkpoint.served_by_sglang(server_args)
-    if launch.settings.worker == "builtin":
-        reason = f"worker: builtin in {launch.origins.get('worker', 'the configuration')}"
+    logger.info("DFLASH settings: %s", launch)
+    reason = launch.builtin_reason
+    if (stock.__module__, stock.__name__) != STOCK_WORKER:
+        reason = "the platform or another plugin brings its own worker"
     if reason is not None:
-        logger.warning("DFLASH runs on SGLang's own %s (%s)", stock.__name__, reason)
+        logger.warning(
+            "DFLASH worker: %s.%s, not sglang-dflash's (%s).",
+            stock.__module__,
+            stock.__name__,
+            reason,
+        )
         return stock
     from sglang_dflash.worker import DFlashWorker
 
-    logger.warning("DFLASH runs on %s.%s", DFlashWorker.__module__, DFlashWorker.__name__)
+    logger.info("DFLASH worker: %s.%s.", DFlashWorker.__module__, DFlashWorker.__name__)
     return DFlashWorker
 
 
-def _table_headroom(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+def _table_headroom(original: Callable[[], int]) -> int:
     """Entries of a request-table row past the context length.
 
-    A decode step maps up to two verify windows past the committed length, page-aligned;
-    SGLang reserves four entries and one window, and a row that fills up would spill into the
-    next request's.
+    A decode step maps two verify windows past the committed length, page-aligned. On pages of
+    one token SGLang makes room for one window and four entries, so that a row near the end of
+    its context would spill into the next request's.
     """
-    entries = original(*args, **kwargs)
-    from sglang.srt.runtime_context import get_schedule, get_spec
+    entries = original()
+    from sglang.srt.mem_cache.allocation_sizing import (
+        get_alloc_page_size,
+        get_alloc_reserve_per_decode,
+    )
+    from sglang.srt.runtime_context import get_spec
 
-    spec = get_spec()
-    if str(spec.speculative_algorithm or "").upper() != "DFLASH":
+    if str(get_spec().speculative_algorithm or "").upper() != "DFLASH":
         return entries
-    page_size = int(get_schedule().page_size or 1)
-    return max(entries, 2 * int(spec.speculative_num_draft_tokens) + page_size - 1)
+    return max(entries, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -135,6 +137,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     FROM_CLI_ARGS: _from_cli_args,
     TABLE_HEADROOM: _table_headroom,
 }
+"""Target -> AROUND hook; SGLang imports the target's module to apply it."""
 
 
 def _check_hooks_are_live() -> None:
@@ -144,7 +147,8 @@ def _check_hooks_are_live() -> None:
     missing = sorted(set(HOOKS) - HookRegistry._patched)
     if missing:
         raise RuntimeError(
-            "DFLASH: SGLang could not apply these hooks of sglang-dflash: "
-            f"{', '.join(missing)}. Its log above says why ('Failed to apply hooks'). Install "
-            "the certified SGLang release (docs/compatibility.md)."
+            f"DFLASH: SGLang did not apply these hooks of sglang-dflash: {', '.join(missing)}. "
+            "Its log above says why ('Failed to apply hooks'). Install a certified SGLang "
+            "release (docs/compatibility.md), or uninstall sglang-dflash to use SGLang's own "
+            "worker."
         )

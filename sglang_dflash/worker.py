@@ -30,9 +30,9 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 
-from sglang_dflash.commit import DraftContext, unsupported_reason
 from sglang_dflash.arguments import launch_of
-from sglang_dflash.draft import Window, draft, prepare, unwrapped_head
+from sglang_dflash.commit import DraftContext, unsupported_reason
+from sglang_dflash.draft import Window, accept_any_dtype, draft, prepare, unwrapped_head
 from sglang_dflash.invariants import ContextLedger, checks_enabled
 from sglang_dflash.kernels.accept import Accepted, accept
 from sglang_dflash.metrics import AcceptMonitor, describe_device, memory_statement
@@ -60,6 +60,7 @@ class DFlashWorker(DFlashWorkerV2):
             nccl_port=nccl_port,
             target_worker=target_worker,
         )
+        accept_any_dtype(self.draft_model)
         settings = launch_of(server_args).settings
         self.verify_rows: int = self.block_size
         self._proposer = ChainProposer(self.block_size, self.device)

@@ -86,7 +86,11 @@ class DFlashCpuPlatform(CpuDeviceMixin, SRTPlatform):
         patches.apply()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Switch the drafter off its Triton q/k-norm with rotary embedding."""
+        """Switch the drafter off its Triton q/k-norm with rotary embedding; run it in any dtype."""
+        if hasattr(model, "project_target_hidden"):
+            from sglang_dflash.draft import accept_any_dtype
+
+            accept_any_dtype(model)
         for module in model.modules():
             if hasattr(module, "use_table_qk_norm_rope"):
                 module.use_table_qk_norm_rope = False

@@ -1,0 +1,220 @@
+"""Start a real SGLang server on this machine, talk to it, and stop it for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+START_TIMEOUT = 240.0
+"""Seconds to wait for a server; a 135M model takes 15-30 on two cores."""
+
+
+class ServerError(RuntimeError):
+    """A server that did not start or stopped; the message ends with its log."""
+
+
+def cpu_environment() -> dict[str, str]:
+    """Environment that puts SGLang on the CPU platform where there is no CUDA device."""
+    return {} if torch.cuda.is_available() else {"SGLANG_PLATFORM": "dflash_cpu"}
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalServer:
+    """One ``sglang.launch_server`` process.
+
+    Args:
+        arguments: its flags, without ``--port``.
+        environment: variables added to this process's own.
+        log: file its output goes to; a temporary one by default.
+        port: a free one by default.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        port: int | None = None,
+    ):
+        self.arguments = [str(argument) for argument in arguments]
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        if log is None:
+            handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+            os.close(handle)
+            log = Path(name)
+        self.log = log
+        self.start_seconds = 0.0
+        self._environment = {**os.environ, **cpu_environment(), **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(base_url=self.url, timeout=600.0)
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def start(self, timeout: float = START_TIMEOUT) -> LocalServer:
+        """Launch and wait until the server answers.
+
+        Raises:
+            ServerError: it stopped, or did not answer in time.
+        """
+        started = time.monotonic()
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port)]
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, *self.arguments],
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A group of its own, so that stopping it reaches every process it spawned.
+                start_new_session=True,
+            )
+        try:
+            while time.monotonic() - started < timeout:
+                if self._process.poll() is not None:
+                    raise ServerError(
+                        f"the server exited with {self._process.returncode}\n{self.log_tail()}"
+                    )
+                with contextlib.suppress(httpx.HTTPError):
+                    if self._client.get("/health", timeout=2.0).status_code == 200:
+                        self.start_seconds = time.monotonic() - started
+                        return self
+                time.sleep(0.25)
+            raise ServerError(f"the server did not answer in {timeout:.0f} s\n{self.log_tail()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_for_exit(self, timeout: float = START_TIMEOUT) -> int:
+        """Exit code of a launch that is expected to fail."""
+        with contextlib.suppress(ServerError):
+            self.start(timeout)
+        code = self._process.returncode if self._process else None
+        self.stop()
+        if code is None:
+            raise ServerError("the server started although it should have refused to")
+        return code
+
+    def stop(self) -> None:
+        """Stop every process of the server; safe to repeat."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for sign, grace in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+            if not _group_alive(process.pid):
+                break
+        process.wait()
+
+    def alive(self) -> bool:
+        """Whether the launched process still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of the log, without the line that prints every argument."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line[:400] for line in text if "server_args=" not in line)[-lines * 200 :]
+
+    def __enter__(self) -> LocalServer:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    # ---- talk ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        concurrency: int = 1,
+        max_new_tokens: int = 64,
+        extra: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[dict[str, Any]]:
+        """Complete prompts through SGLang's native API, in order.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            concurrency: requests in flight.
+            max_new_tokens: per request.
+            extra: further fields of the request body (``return_logprob``, ..).
+            sampling: sampling parameters; greedy by default.
+
+        Returns:
+            The response bodies, with ``output_ids`` and ``meta_info``.
+        """
+        parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling}
+
+        def one(prompt: Any) -> dict[str, Any]:
+            key = "text" if isinstance(prompt, str) else "input_ids"
+            body = {key: prompt, "sampling_params": parameters, **(extra or {})}
+            response = self._client.post("/generate", json=body)
+            response.raise_for_status()
+            return response.json()
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(one, prompts))
+
+    def info(self) -> dict[str, Any]:
+        """``/get_server_info``."""
+        response = self._client.get("/get_server_info")
+        response.raise_for_status()
+        return response.json()
+
+    def flush_cache(self) -> None:
+        """Drop every cached prefix, once the last requests have left the scheduler."""
+        response = self._client.post("/flush_cache", params={"timeout": 30})
+        response.raise_for_status()
+
+    def stream(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+        """Text pieces of a streamed chat completion, through the ``openai`` client."""
+        import openai
+
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
+        chunks = client.chat.completions.create(
+            model="default", messages=messages, stream=True, **options
+        )
+        for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+
+def _group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def accept_length(responses: Sequence[Mapping[str, Any]]) -> float:
+    """Mean tokens per verify step over responses; 1.0 without speculation.
+
+    The first token of a response comes from the prefill and belongs to no verify step.
+    """
+    steps = sum(r["meta_info"].get("spec_verify_ct") or 0 for r in responses)
+    tokens = sum(r["meta_info"]["completion_tokens"] - 1 for r in responses)
+    return tokens / steps if steps else 1.0

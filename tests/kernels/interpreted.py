@@ -1,0 +1,46 @@
+"""Kernels against references under Triton's interpreter; run by test_interpreted.py.
+
+Triton decides at import whether it interprets, and another test or SGLang may have imported it
+long before, so this file runs in a process of its own with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import example, given
+
+from tests.kernels import parity, strategies
+from tests.kernels.cases import accept_case, move_case
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.fail("run with TRITON_INTERPRET=1 in the environment", pytrace=False)
+
+
+@strategies.INTERPRETED
+@given(strategies.block_cases())
+def test_prepare_block(case):
+    parity.check_prepare_block(case, "cpu")
+
+
+@strategies.INTERPRETED
+@given(strategies.accept_cases())
+@example(accept_case(0, 3, 128, agreement=1.0))
+@example(accept_case(1, 3, 64, agreement=1.0))
+@example(accept_case(2, 2, 128, agreement=1.0, branching=0.05, dead=0.1))
+def test_accept(case):
+    parity.check_accept(case, "cpu")
+
+
+@strategies.INTERPRETED
+@given(strategies.context_cases())
+def test_append_context(case):
+    parity.check_append_context(case, "cpu")
+
+
+@strategies.INTERPRETED
+@given(strategies.move_cases())
+@example(move_case(0, 3, 33, 32, dense=True))
+def test_move_rows(case):
+    parity.check_move_rows(case, "cpu")

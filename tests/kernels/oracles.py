@@ -1,0 +1,91 @@
+"""What every operation must give, written as slowly and plainly as its definition.
+
+Nothing here shares an idea with the code under test: accept walks the tree instead of comparing
+bit sets, rope multiplies complex numbers, and rows are moved out of a snapshot.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import torch
+
+from tests.kernels.cases import AcceptCase, BlockCase, ContextCase, MoveCase
+
+
+def block(case: BlockCase) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Ids, positions and slots."""
+    ids, positions, slots = [], [], []
+    for anchor, length, row in zip(
+        case.anchors.tolist(), case.lengths.tolist(), case.req_pool_indices.tolist(), strict=True
+    ):
+        table = case.req_to_token[row].tolist()
+        ids.append([anchor] + [case.mask_token_id] * (case.block_size - 1))
+        positions.append([length + step for step in range(case.verify_rows)])
+        slots.append([table[position] for position in positions[-1]])
+    return ids, positions, slots
+
+
+def accept(case: AcceptCase) -> list[tuple[list[int], list[int], int]]:
+    """Per request: the accepted rows from the root, the emitted tokens, the new length."""
+    results = []
+    for tokens, parents, choice, length in zip(
+        case.tokens.tolist(),
+        case.parents.tolist(),
+        case.choice.tolist(),
+        case.lengths.tolist(),
+        strict=True,
+    ):
+        path = [0]
+        while True:
+            chosen = choice[path[-1]]
+            children = [row for row in range(1, len(tokens)) if parents[row] == path[-1]]
+            following = [row for row in children if tokens[row] == chosen]
+            if not following:
+                break
+            path.append(following[0])
+        emitted = [tokens[row] for row in path[1:]] + [choice[path[-1]]]
+        results.append((path, emitted, length + len(emitted)))
+    return results
+
+
+def committed_rows(case: ContextCase) -> list[int]:
+    """Indices of the rows that must be written."""
+    count = len(case.kv)
+    if case.commit_lengths is None:
+        return list(range(count))
+    lengths = case.commit_lengths.tolist()
+    return [
+        row
+        for row in range(count)
+        if row % case.rows_per_request < lengths[row // case.rows_per_request]
+    ]
+
+
+def context_key(case: ContextCase, row: int, layer: int, head: int) -> list[float]:
+    """The key of one row, layer and head, in double precision and without roundings."""
+    raw = case.kv[row, layer, 0, head].double().tolist()
+    weight = case.k_norm_weight[layer].double().tolist()
+    scale = 1 / math.sqrt(sum(x * x for x in raw) / len(raw) + case.eps)
+    key = [x * scale * w for x, w in zip(raw, weight, strict=True)]
+    table = case.cos_sin[int(case.positions[row])].double().tolist()
+    half = len(table) // 2
+    for index in range(half):
+        pair = (index, index + half) if case.is_neox else (2 * index, 2 * index + 1)
+        turned = complex(key[pair[0]], key[pair[1]]) * complex(table[index], table[index + half])
+        key[pair[0]], key[pair[1]] = turned.real, turned.imag
+    assert not any(cmath.isnan(x) for x in key)
+    return key
+
+
+def moved(case: MoveCase) -> torch.Tensor:
+    """The caches after the move."""
+    before = case.caches.clone()
+    after = case.caches.clone()
+    for request, count in enumerate(case.accept_lengths.tolist()):
+        slots = case.slots[request].tolist()
+        for depth in range(count):
+            source = slots[int(case.path[request, depth])]
+            after[:, slots[depth]] = before[:, source]
+    return after

@@ -1,0 +1,98 @@
+"""Each kernel against its reference on one case; on the GPU, and on the CPU when interpreted."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash.kernels._launch import LayerCaches
+from sglang_dflash.kernels.accept import Accepted, accept_reference, launch_accept
+from sglang_dflash.kernels.append_context import (
+    append_context_reference,
+    launch_append_context,
+)
+from sglang_dflash.kernels.move_rows import launch_move_rows, move_rows_reference
+from sglang_dflash.kernels.prepare_block import (
+    DraftBlock,
+    launch_prepare_block,
+    prepare_block_reference,
+)
+from tests.kernels.cases import SENTINEL, AcceptCase, BlockCase, ContextCase, MoveCase, to
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of keys, relative and absolute: sums differ in order, and a rounding may then tip over."""
+
+
+def block_outputs(case: BlockCase) -> DraftBlock:
+    """Outputs full of a value that no correct result holds."""
+    out = DraftBlock.empty(
+        len(case.anchors), case.block_size, case.verify_rows, case.anchors.device
+    )
+    for tensor in out:
+        tensor.fill_(-7)
+    return out
+
+
+def accept_outputs(case: AcceptCase) -> Accepted:
+    """Outputs full of a value that no correct result holds."""
+    out = Accepted.empty(
+        len(case.tokens), case.output_width, case.lengths.dtype, case.tokens.device
+    )
+    for tensor in out:
+        tensor.fill_(-7)
+    return out
+
+
+def assert_equal(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for field, actual, expected in zip(type(wanted)._fields, found, wanted, strict=True):
+        assert actual.dtype == expected.dtype, field
+        assert torch.equal(actual.cpu(), expected.cpu()), (field, actual, expected)
+
+
+def check_prepare_block(case: BlockCase, device: str) -> None:
+    on_device = to(case, device)
+    found = launch_prepare_block(
+        *on_device[:4], mask_token_id=case.mask_token_id, out=block_outputs(on_device)
+    )
+    wanted = prepare_block_reference(
+        *case[:4], mask_token_id=case.mask_token_id, out=block_outputs(case)
+    )
+    assert_equal(found, wanted)
+
+
+def check_accept(case: AcceptCase, device: str) -> None:
+    on_device = to(case, device)
+    found = launch_accept(*on_device[:6], out=accept_outputs(on_device))
+    assert_equal(found, accept_reference(*case[:6], out=accept_outputs(case)))
+
+
+def check_append_context(case: ContextCase, device: str) -> None:
+    on_device = to(case, device)
+    found, wanted = on_device.cache(), case.cache()
+    for launch, inputs, cache in (
+        (launch_append_context, on_device, found),
+        (append_context_reference, case, wanted),
+    ):
+        launch(
+            inputs.kv,
+            cache,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            commit_lengths=inputs.commit_lengths,
+            rows_per_request=inputs.rows_per_request,
+        )
+    tolerance = max(TOLERANCE[case.kv.dtype], TOLERANCE[case.cache_dtype])
+    for actual, expected in zip(found.k_cache, wanted.k_cache, strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+        untouched = expected == SENTINEL
+        assert (actual.cpu()[untouched] == SENTINEL).all()
+    for actual, expected in zip(found.v_cache, wanted.v_cache, strict=True):
+        assert torch.equal(actual.cpu(), expected)
+
+
+def check_move_rows(case: MoveCase, device: str) -> None:
+    on_device = to(case, device)
+    inputs = on_device[1:]
+    launch_move_rows(LayerCaches(list(on_device.caches)), *inputs)
+    wanted = case.caches.clone()
+    move_rows_reference(LayerCaches(list(wanted)), *case[1:])
+    assert torch.equal(on_device.caches.cpu(), wanted)

@@ -1,0 +1,103 @@
+"""Greedy output with DFLASH is the target's own, token by token, in every serving mode.
+
+float32 on both sides; 32 prompts of 64 tokens; each mode at concurrency 1 and 8, prompts
+sharing prefixes, and prompt plus output sent again. The servers check after every step that the
+drafter's context is exactly the committed text.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conftest import ServerFactory
+
+from sglang_dflash.bench.server import LocalServer, accept_length
+from tests.support.identity import assert_identical, token_prompts
+from tests.support.pairs import TinyPair
+
+TOKENS = 64
+PROMPTS = token_prompts(32)
+MODES = {
+    "default": (),
+    "sync": ("--disable-overlap-schedule",),
+    "page16": ("--page-size", "16"),
+    "page16-sync": ("--page-size", "16", "--disable-overlap-schedule"),
+    "no-radix": ("--disable-radix-cache",),
+    "chunked64": ("--chunked-prefill-size", "64"),
+    "block4": ("--speculative-dflash-block-size", "4"),
+    "block16": ("--speculative-num-draft-tokens", "16"),
+    "tp2": ("--tp-size", "2"),
+}
+
+
+class Baseline:
+    """A server without speculation and its answers."""
+
+    def __init__(self, server: LocalServer, prompts: list[list[int]]):
+        self.server = server
+        self.prompts = prompts
+        self.outputs = self.complete(prompts)
+        self.resent = [[*p, *o] for p, o in zip(prompts, self.outputs, strict=True)][:8]
+        self.continued = self.complete(self.resent)
+
+    def complete(self, prompts: list[list[int]]) -> list[list[int]]:
+        responses = self.server.generate(
+            prompts, concurrency=8, max_new_tokens=TOKENS, ignore_eos=True
+        )
+        return [response["output_ids"] for response in responses]
+
+    def check(self, server: LocalServer) -> float:
+        """Assert identity of a DFLASH server; returns its accept length."""
+        responses = []
+        for concurrency in (1, 8):
+            server.flush_cache()
+            prompts = self.prompts if concurrency > 1 else self.prompts[:12]
+            got = server.generate(
+                prompts, concurrency=concurrency, max_new_tokens=TOKENS, ignore_eos=True
+            )
+            outputs = [response["output_ids"] for response in got]
+            assert_identical(self.server, prompts, self.outputs[: len(prompts)], outputs)
+            responses += got
+        got = server.generate(self.resent, concurrency=4, max_new_tokens=TOKENS, ignore_eos=True)
+        outputs = [response["output_ids"] for response in got]
+        assert_identical(self.server, self.resent, self.continued, outputs)
+        assert server.alive()
+        return accept_length([*responses, *got])
+
+
+@pytest.fixture(scope="module")
+def llama(serve: ServerFactory, llama_pair: TinyPair) -> Baseline:
+    return Baseline(serve(llama_pair, dflash=False), PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def qwen3(serve: ServerFactory, qwen3_pair: TinyPair) -> Baseline:
+    return Baseline(serve(qwen3_pair, dflash=False), PROMPTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_llama(mode: str, llama: Baseline, serve: ServerFactory, llama_pair: TinyPair) -> None:
+    server = serve(llama_pair, *MODES[mode])
+    # A drafter that is never right would prove nothing about accepted rows.
+    assert llama.check(server) > 1.3
+    server.stop()
+
+
+@pytest.mark.parametrize("mode", ["default", "page16-sync"])
+def test_qwen3_with_a_sliding_drafter(
+    mode: str, qwen3: Baseline, serve: ServerFactory, qwen3_pair: TinyPair
+) -> None:
+    server = serve(qwen3_pair, *MODES[mode])
+    assert qwen3.check(server) > 2.0
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "page16-sync"])
+def test_smollm(mode: str, serve: ServerFactory, smollm_pair: TinyPair) -> None:
+    baseline = Baseline(
+        serve(smollm_pair, dflash=False), token_prompts(32, vocabulary=40_000, seed=1)
+    )
+    server = serve(smollm_pair, *MODES[mode])
+    assert baseline.check(server) >= 1.0
+    server.stop()
+    baseline.server.stop()

@@ -1,0 +1,1 @@
+"""What the tests share: tiny model pairs, running servers and the identity check."""
