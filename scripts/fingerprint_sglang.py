@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash import compat
+from sglang_dflash.seams import PLATFORM_SEAMS, SEAMS
 
 
 def main() -> int:
@@ -78,7 +79,7 @@ def print_difference(
             version,
             read,
             table,
-            seams=compat.SEAMS + compat.PLATFORM_SEAMS,
+            seams=SEAMS + PLATFORM_SEAMS,
             allow_untested=True,
         )
     except compat.IncompatibleError as error:

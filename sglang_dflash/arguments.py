@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from sglang_dflash import checkpoint, compat, config, platforms
 from sglang_dflash.checkpoint import Drafter, Target
 from sglang_dflash.config import ConfigError, Loaded, Settings
+from sglang_dflash.weights import check_weights
 
 logger = logging.getLogger("sglang_dflash")
 
@@ -320,7 +321,7 @@ def check_drafter(args: Any, drafter: Drafter, target: Target) -> None:
     """
     checkpoint.check_pair(drafter, target)
     if (args.speculative_draft_load_format or args.load_format) in CHECKED_FORMATS:
-        checkpoint.check_weights(drafter)
+        check_weights(drafter)
     _check_context_length(args, drafter, target)
 
 

@@ -1,16 +1,16 @@
 """Check a target/drafter pair before any weight is loaded.
 
 A mis-wired drafter breaks nothing that SGLang would notice: the output stays right, and the
-accept length falls to 1. So whatever can be told from config.json and from the headers of the
-safetensors files is told here, naming the key, its value and the remedy. Keys are looked up the
-way SGLang does: in ``dflash_config``, else at the top level.
+accept length falls to 1. So whatever can be told from config.json is told here, naming the key, its
+value and the remedy; :mod:`sglang_dflash.weights` does the same for the tensors. Keys are looked
+up the way SGLang does: in ``dflash_config``, else at the top level.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ ARCHITECTURES = PLAIN + SELECTORS + LILICORR
 """Everything SGLang serves as DFLASH."""
 
 _PAIRING = "Use a drafter trained for this target."
-_INCOMPLETE = "Download the checkpoint again, or export it again."
+INCOMPLETE = "Download the checkpoint again, or export it again."
 _MASK_SOURCE = (
     "It is the id the drafter was trained with, published in its config.json as "
     "dflash_config.mask_token_id; it must not be invented, since any other id makes every draft "
@@ -156,7 +156,7 @@ def read_drafter(
         return None
     folder = Path(path)
     if folder.is_dir():
-        config = _read_json(folder / (config_file or "config.json"), path)
+        config = read_json(folder / (config_file or "config.json"), path)
     elif folder.exists():
         raise CheckpointError(
             f"{FLAG}={path}: is a file, not a folder. Give the folder that holds config.json and "
@@ -172,7 +172,12 @@ def read_drafter(
     return Drafter(path, {**config, **(overrides or {})}, folder if folder.is_dir() else None)
 
 
-def _read_json(file: Path, path: str) -> dict[str, Any]:
+def read_json(file: Path, path: str) -> dict[str, Any]:
+    """A mapping from a JSON file of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -182,12 +187,12 @@ def _read_json(file: Path, path: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{FLAG}={path}: {file.name} is not valid JSON ({error}). {_INCOMPLETE}"
+            f"{FLAG}={path}: {file.name} is not valid JSON ({error}). {INCOMPLETE}"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{FLAG}={path}: {file.name} holds a {type(content).__name__}, not a mapping. "
-            f"{_INCOMPLETE}"
+            f"{INCOMPLETE}"
         )
     return content
 
@@ -306,138 +311,3 @@ def trained_block_size(drafter: Drafter) -> int | None:
             "token. Take the value from the published checkpoint."
         )
     return size
-
-
-def check_weights(drafter: Drafter) -> None:
-    """Check a local drafter's safetensors files by their headers; loads no weight.
-
-    SGLang skips tensors it does not expect and never asks for those it misses, which stay as
-    they were initialised. Hub ids are left to the download.
-
-    Raises:
-        CheckpointError: no safetensors file, a damaged one, or a missing or misshapen tensor.
-    """
-    if drafter.folder is None:
-        return
-    found = {
-        _parameter_name(name): shape
-        for file in _weight_files(drafter, drafter.folder)
-        for name, shape in _read_shapes(drafter, file)
-    }
-    if drafter.get("quantization_config") or any(name.endswith("_scale") for name in found):
-        # Packed tensors have other names and shapes, which are the loader's business.
-        return
-    for name, shape in _expected_shapes(drafter).items():
-        if name not in found and not _is_fused(name, found):
-            raise drafter.error(
-                f"no tensor {name} of shape {list(shape)} in its .safetensors files, as "
-                f"config.json implies. {_INCOMPLETE}"
-            )
-        if name in found and found[name] != shape:
-            raise drafter.error(
-                f"{name} has shape {list(found[name])}, but config.json implies {list(shape)}: "
-                f"config and weights are not of one drafter. {_INCOMPLETE}"
-            )
-
-
-def _weight_files(drafter: Drafter, folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = sorted(set(_read_json(index, drafter.path).get("weight_map", {}).values()))
-        if absent := [shard for shard in shards if not (folder / shard).is_file()]:
-            raise drafter.error(
-                f"{', '.join(absent)} named by {index.name} is not there. {_INCOMPLETE}"
-            )
-        return [folder / shard for shard in shards]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt"))
-        holds = f"only {', '.join(pickles)}" if pickles else "no weights"
-        raise drafter.error(
-            f"the folder holds {holds}, and no .safetensors file. Weights are read from "
-            "safetensors only, since a pickle can run any code: convert them, or download the "
-            "safetensors version."
-        )
-    return files
-
-
-def _read_shapes(drafter: Drafter, file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tuple(tensors.get_slice(name).get_shape())
-    except (OSError, SafetensorError) as error:
-        with file.open("rb") as stream:
-            pointer = stream.read(32).startswith(b"version https://git-lfs")
-        remedy = "It is a Git LFS pointer: run git lfs pull." if pointer else _INCOMPLETE
-        raise drafter.error(
-            f"{file.name} is not a whole safetensors file ({error}). {remedy}"
-        ) from error
-
-
-def _parameter_name(name: str) -> str:
-    """A checkpoint's tensor name as SGLang resolves it."""
-    name = name.removeprefix("model.")
-    return {
-        "encoder.fc.weight": "fc.weight",
-        "encoder.output_norm_enc.weight": "hidden_norm.weight",
-    }.get(name, name)
-
-
-def _expected_shapes(drafter: Drafter) -> dict[str, tuple[int, ...]]:
-    """Tensors of a DFlash decoder with K taps, from its config (arXiv 2602.06036, section 3)."""
-    hidden = _dimension(drafter, "hidden_size")
-    inner = _dimension(drafter, "intermediate_size")
-    heads = _dimension(drafter, "num_attention_heads")
-    kv_heads = _dimension(drafter, "num_key_value_heads", default=heads)
-    head_dim = _dimension(drafter, "head_dim", default=hidden // heads)
-    layers = _dimension(drafter, "num_hidden_layers")
-    taps = len(drafter.get("target_layer_ids"))
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    layer_shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (heads * head_dim, hidden),
-        "self_attn.k_proj": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj": (hidden, heads * head_dim),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for layer in range(layers):
-        for name, shape in layer_shapes.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-    return shapes
-
-
-def _dimension(drafter: Drafter, key: str, default: int | None = None) -> int:
-    value = drafter.get(key)
-    if value is None and default is not None:
-        return default
-    if type(value) is not int or value < 1:
-        raise drafter.error(
-            f"{key}={value!r} in config.json is no positive integer. Take the file from the "
-            "published checkpoint."
-        )
-    return value
-
-
-def _is_fused(name: str, found: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint stores the projection fused with its neighbours, as SGLang does."""
-    for parts, fused in (
-        (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-        (("gate_proj", "up_proj"), "gate_up_proj"),
-    ):
-        for part in parts:
-            if f".{part}." in name:
-                return name.replace(part, fused) in found
-    return False

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from sglang_dflash.kernels._launch import LayerCaches
 from sglang_dflash.kernels.append_context import ContextCache
 
 T = TypeVar("T", bound=tuple)
@@ -21,18 +22,13 @@ SENTINEL = 7.0
 
 def to(case: T, device: str) -> T:
     """The same case with every tensor copied to ``device``; expanded tensors stay expanded."""
-    return type(case)(
-        *(
-            (value[:1].to(device).expand(value.shape) if is_expanded(value) else value.to(device))
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in case
-        )
-    )
 
+    def copied(value: torch.Tensor) -> torch.Tensor:
+        if value.dim() and len(value) and value.stride(0) == 0:
+            return value[:1].to(device, copy=True).expand(value.shape)
+        return value.to(device, copy=True)
 
-def is_expanded(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] > 0 and tensor.stride(0) == 0
+    return type(case)(*(copied(v) if isinstance(v, torch.Tensor) else v for v in case))
 
 
 class BlockCase(NamedTuple):
@@ -260,10 +256,14 @@ def context_case(
 
 class MoveCase(NamedTuple):
     caches: torch.Tensor
-    """``[caches, slots, heads, head_dim]``; an operation gets its slices."""
+    """``[caches, slots, heads, head_dim]``"""
     slots: torch.Tensor
     path: torch.Tensor
     accept_lengths: torch.Tensor
+
+    def layers(self) -> LayerCaches:
+        """A fresh copy of the caches, each a tensor of its own."""
+        return LayerCaches([cache.clone() for cache in self.caches])
 
 
 def move_case(

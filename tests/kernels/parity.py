@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.kernels._launch import LayerCaches
 from sglang_dflash.kernels.accept import Accepted, accept_reference, launch_accept
 from sglang_dflash.kernels.append_context import (
     append_context_reference,
@@ -91,8 +90,8 @@ def check_append_context(case: ContextCase, device: str) -> None:
 
 def check_move_rows(case: MoveCase, device: str) -> None:
     on_device = to(case, device)
-    inputs = on_device[1:]
-    launch_move_rows(LayerCaches(list(on_device.caches)), *inputs)
-    wanted = case.caches.clone()
-    move_rows_reference(LayerCaches(list(wanted)), *case[1:])
-    assert torch.equal(on_device.caches.cpu(), wanted)
+    found, wanted = on_device.layers(), case.layers()
+    launch_move_rows(found, *on_device[1:])
+    move_rows_reference(wanted, *case[1:])
+    for actual, expected in zip(found.tensors, wanted.tensors, strict=True):
+        assert torch.equal(actual.cpu(), expected)

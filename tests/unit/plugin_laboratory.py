@@ -169,7 +169,7 @@ def main() -> None:
     report["worker_without_launch"] = attempt(create_worker, resolved["no speculation"])
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    with mock.patch.object(SpeculativeAlgorithm, "get_platform_worker_cls", lambda self: dict):
+    with mock.patch.object(SpeculativeAlgorithm, "get_platform_worker_cls", return_value=dict):
         report["foreign_worker"] = create_worker(resolved["plain"])
 
     report["spawned"] = results.get(timeout=120)

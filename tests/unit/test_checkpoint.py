@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from sglang_dflash import checkpoint
 from sglang_dflash.checkpoint import CheckpointError, Drafter, Target
+from sglang_dflash.weights import check_weights
 
 TARGET = Target(
     path="my/target",
@@ -32,13 +33,17 @@ def read(folder: Path, **options: Any) -> Drafter:
     return drafter
 
 
-def refused(folder: Path, *parts: str, target: Target = TARGET) -> None:
+def refused(folder: Path, *parts: str) -> None:
     """The folder is refused in one line that names it and holds every part."""
-    with pytest.raises(CheckpointError) as caught:
+
+    def check() -> None:
         drafter = read(folder)
-        checkpoint.check_pair(drafter, target)
+        checkpoint.check_pair(drafter, TARGET)
         checkpoint.trained_block_size(drafter)
-        checkpoint.check_weights(drafter)
+        check_weights(drafter)
+
+    with pytest.raises(CheckpointError) as caught:
+        check()
     message = str(caught.value)
     assert message.startswith(f"--speculative-draft-model-path={folder}: ")
     assert "\n" not in message
@@ -49,7 +54,7 @@ def refused(folder: Path, *parts: str, target: Target = TARGET) -> None:
 def test_a_fitting_pair_passes(tmp_path: Path) -> None:
     drafter = read(write_drafter(tmp_path))
     checkpoint.check_pair(drafter, TARGET)
-    checkpoint.check_weights(drafter)
+    check_weights(drafter)
     assert checkpoint.trained_block_size(drafter) == 8
     assert drafter.served_by_sglang is None
 
@@ -85,7 +90,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_published_layouts_pass(tmp_path: Path, changes: dict[str, Any]) -> None:
     drafter = read(write_drafter(tmp_path, **changes))
     checkpoint.check_pair(drafter, TARGET)
-    checkpoint.check_weights(drafter)
+    check_weights(drafter)
     assert checkpoint.trained_block_size(drafter) == 8
 
 
@@ -274,7 +279,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in members}, folder / shard)
     weight_map = {name: shard for shard, members in shards.items() for name in members}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    checkpoint.check_weights(read(folder))
+    check_weights(read(folder))
 
     (folder / "model-2-of-2.safetensors").unlink()
     refused(folder, "model-2-of-2.safetensors named by model.safetensors.index.json is not there")
@@ -290,7 +295,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
 )
 def test_names_sglang_resolves_are_found(tmp_path: Path, renamed: dict[str, str]) -> None:
     tensors = {renamed.get(name, name): value for name, value in drafter_tensors().items()}
-    checkpoint.check_weights(read(write_drafter(tmp_path, tensors=tensors)))
+    check_weights(read(write_drafter(tmp_path, tensors=tensors)))
 
 
 def test_fused_projections_are_found(tmp_path: Path) -> None:
@@ -303,12 +308,12 @@ def test_fused_projections_are_found(tmp_path: Path) -> None:
         ):
             rows = [tensors.pop(f"{prefix}.{part}.weight") for part in parts]
             tensors[f"{prefix}.{fused}.weight"] = np.concatenate(rows)
-    checkpoint.check_weights(read(write_drafter(tmp_path, tensors=tensors)))
+    check_weights(read(write_drafter(tmp_path, tensors=tensors)))
 
 
 def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
     tensors = {"fc.weight": np.zeros((64, 24), np.uint8), "fc.weight_scale": np.zeros(64, "f4")}
-    checkpoint.check_weights(read(write_drafter(tmp_path, tensors=tensors)))
+    check_weights(read(write_drafter(tmp_path, tensors=tensors)))
 
 
 def test_the_target_is_read_from_sglangs_model_config() -> None:

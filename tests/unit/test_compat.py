@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import logging
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import compat
+from sglang_dflash import compat, seams
 from sglang_dflash.compat import IncompatibleError
 
 FILE = "srt/worker.py"
@@ -128,7 +129,7 @@ def test_the_installed_release_is_certified_and_the_table_is_current() -> None:
     entry = compat.certified()[installed]
     assert entry == compat.take(compat.reader(compat.sglang_root()))
     for release, entry in compat.certified().items():
-        assert set(entry["seams"]) == set(compat.SEAMS + compat.PLATFORM_SEAMS), release
+        assert set(entry["seams"]) == set(seams.SEAMS + seams.PLATFORM_SEAMS), release
 
 
 def test_source_and_files_agree_on_the_installed_release() -> None:
@@ -165,6 +166,45 @@ def test_the_check_imports_neither_sglang_nor_torch() -> None:
         "sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def sglang_imports(file: Path) -> set[tuple[str, str]]:
+    """Files below ``sglang/`` and the names a module takes from them when it runs."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    root, found = compat.sglang_root(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in for_types:
+            parts = (node.module or "").split(".")
+            if parts[0] == "sglang":
+                path = "/".join(parts[1:])
+                path += ".py" if (root / f"{path}.py").exists() else "/__init__.py"
+                found |= {(path, alias.name) for alias in node.names}
+    return found
+
+
+PACKAGE = Path(compat.__file__).parent
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE / "platforms"], ids=lambda f: f.name)
+def test_what_the_package_imports_from_sglang_is_fingerprinted(folder: Path) -> None:
+    """Every class and function taken from the file that defines it has a seam."""
+    covered = seams.SEAMS + (seams.PLATFORM_SEAMS if folder != PACKAGE else ())
+    read = compat.reader(compat.sglang_root())
+    imported = {pair for file in folder.glob("*.py") for pair in sglang_imports(file)}
+    assert imported
+    unguarded = {
+        f"{path}:{name}"
+        for path, name in imported
+        if compat.fingerprint(read(path), f"{path}:{name}") is not None
+        and not any(seam.split(".py:")[1].split(".")[0] == name for seam in covered if path in seam)
+    }
+    assert not unguarded
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fingerprint_sglang.py"
