@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.kernels._launch import LayerCaches, jit, next_power_of_two, tl
+from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
+from sglang_dflash.kernels.layer_caches import LayerCaches
 
 TILE = 1024
 """Elements of K (and of V) that one program handles: a few heads of one token and layer."""

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.kernels._launch import LayerCaches, jit, next_power_of_two, tl
+from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
+from sglang_dflash.kernels.layer_caches import LayerCaches
 
 TILE = 4096
 """Elements one program holds: every accepted row of one request, times a slice of columns."""

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
-from sglang_dflash.kernels._launch import LayerCaches
+from sglang_dflash.kernels.layer_caches import LayerCaches
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MODULES: tuple[ModuleType, ...] = (prepare_block, accept, append_context, move_rows)

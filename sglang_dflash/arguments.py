@@ -101,7 +101,7 @@ UNSUPPORTED: tuple[Refusal, ...] = (
         "device",
         f"other than cuda, or cpu with SGLANG_PLATFORM={platforms.NAME}",
         _untested_device,
-        "this worker's kernels are written and tested for CUDA and for this package's CPU platform",
+        "this worker's kernels are written for CUDA and for this package's CPU platform",
         f"on a machine without a GPU set SGLANG_PLATFORM={platforms.NAME}",
         builtin_serves=True,
     ),

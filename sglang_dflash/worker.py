@@ -30,7 +30,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 
-from sglang_dflash.arguments import launch_of
+from sglang_dflash.arguments import launch_of, require_block_fits
 from sglang_dflash.commit import DraftContext, unsupported_reason
 from sglang_dflash.draft import Window, accept_any_dtype, draft, prepare, unwrapped_head
 from sglang_dflash.invariants import ContextLedger, checks_enabled
@@ -328,6 +328,9 @@ class DFlashWorker(DFlashWorkerV2):
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the drafter's K/V pool and prepare its context writer."""
+        require_block_fits(
+            2 * self.verify_rows, self.model_runner.max_total_num_tokens, "the K/V pool"
+        )
         super().alloc_memory_pool(*args, **kwargs)
         pool = self.draft_model_runner.token_to_kv_pool
         reason = unsupported_reason(self.draft_model, pool)

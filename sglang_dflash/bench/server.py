@@ -193,7 +193,7 @@ class LocalServer:
         """Text pieces of a streamed chat completion, through the ``openai`` client."""
         import openai
 
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
+        client: Any = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
         chunks = client.chat.completions.create(
             model="default", messages=messages, stream=True, **options
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sglang_dflash.kernels._launch import LayerCaches
+from sglang_dflash.kernels.layer_caches import LayerCaches
 from sglang_dflash.kernels.append_context import ContextCache
 
 T = TypeVar("T", bound=tuple)

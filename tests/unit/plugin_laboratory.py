@@ -5,13 +5,13 @@ Reads the cases from the JSON file it is given, writes what happened to stdout a
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import multiprocessing
 import os
 import pickle
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,13 +110,10 @@ def main() -> None:
     report: dict[str, Any] = {}
 
     before = set(sys.modules)
-    started = time.perf_counter()
-    from sglang_dflash import arguments, plugin
+    from sglang_dflash import arguments, compat, plugin
 
-    del arguments
-    report["register_seconds"] = time.perf_counter() - started
     heavy = {"torch", "triton", "transformers", "sglang"}
-    report["heavy_modules_after_register"] = sorted(heavy & (set(sys.modules) - before))
+    report["heavy_modules_imported"] = sorted(heavy & (set(sys.modules) - before))
 
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -145,15 +142,17 @@ def main() -> None:
     from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.arguments import UNSUPPORTED
-
     parser = argparse.ArgumentParser(prog="server", conflict_handler="resolve")
     ServerArgs.add_cli_args(parser)
     text = parser.format_help()
     report["help"] = text[text.index("--speculative-dflash-config") :][:200]
     names = field_names(ServerArgs)
-    report["unknown_refusal_fields"] = [r.field for r in UNSUPPORTED if r.field not in names]
-    report["refusal_flags_not_in_help"] = [r.flag for r in UNSUPPORTED if r.flag not in text]
+    report["unknown_refusal_fields"] = [
+        r.field for r in arguments.UNSUPPORTED if r.field not in names
+    ]
+    report["refusal_flags_not_in_help"] = [
+        r.flag for r in arguments.UNSUPPORTED if r.flag not in text
+    ]
 
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
@@ -171,6 +170,15 @@ def main() -> None:
 
     with mock.patch.object(SpeculativeAlgorithm, "get_platform_worker_cls", return_value=dict):
         report["foreign_worker"] = create_worker(resolved["plain"])
+
+    compat.check.cache_clear()
+    version = importlib.metadata.version
+    with mock.patch.object(
+        importlib.metadata, "version", lambda name: "9.9.9" if name == "sglang" else version(name)
+    ):
+        report["uncertified"] = attempt(resolve, cases["plain"])
+        report["uncertified worker"] = attempt(create_worker, resolved["plain"])
+        report["uncertified without DFLASH"] = attempt(resolve, cases["no speculation"])
 
     report["spawned"] = results.get(timeout=120)
     process.join(60)

@@ -154,10 +154,9 @@ def test_every_hook_is_live(reports: dict[str, Any]) -> None:
     assert reports["resolution_hooks"] == ["sglang_dflash.arguments.resolve"]
 
 
-def test_registering_is_cheap(reports: dict[str, Any]) -> None:
-    # Every SGLang process pays it; measured at 0.07 s, most of it pydantic and PyYAML.
-    assert reports["register_seconds"] < 1.0
-    assert reports["heavy_modules_after_register"] == []
+def test_the_plugin_itself_imports_nothing_heavy(reports: dict[str, Any]) -> None:
+    """Every SGLang process loads it, whatever the algorithm."""
+    assert reports["heavy_modules_imported"] == []
 
 
 def test_a_plugin_that_fails_to_load_refuses_the_launch(reports: dict[str, Any]) -> None:
@@ -246,6 +245,13 @@ def test_bad_input_is_refused_while_arguments_are_resolved(
 
 def test_a_drafter_with_a_shorter_context_is_served_within_it(reports: dict[str, Any]) -> None:
     assert launch(reports, "short context")["settings"]["block_size"] == 8
+
+
+def test_an_uncertified_sglang_is_refused_for_dflash_alone(reports: dict[str, Any]) -> None:
+    for case in ("uncertified", "uncertified worker"):
+        assert "sglang 9.9.9 is not certified" in reports[case]
+        assert "SGLANG_DFLASH_ALLOW_UNTESTED=1" in reports[case]
+    assert reports["uncertified without DFLASH"] is None
 
 
 # ---- the worker -------------------------------------------------------------------------------
