@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
 from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
 
 WORD_BITS = 64

@@ -22,7 +22,6 @@ Neox style rotates (i, i + R/2); the interleaved style (2i, 2i + 1); dimensions 
 from __future__ import annotations
 
 import torch
-
 from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
 from sglang_dflash.kernels.layer_caches import LayerCaches
 

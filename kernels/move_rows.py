@@ -20,7 +20,6 @@ the program precedes any of its loads.
 from __future__ import annotations
 
 import torch
-
 from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
 from sglang_dflash.kernels.layer_caches import LayerCaches
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-
 from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
 
 

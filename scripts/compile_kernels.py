@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
 from sglang_dflash.kernels.layer_caches import LayerCaches
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MODULES: tuple[ModuleType, ...] = (prepare_block, accept, append_context, move_rows)

@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not options.model:
         dflash_flags += ["--speculative-dflash-config", str(CONFIG)]
-    print(f"target: {plain_flags[1]}\ndrafter: {dflash_flags[dflash_flags.index('--speculative-draft-model-path') + 1]}{note}\n")
+    print(
+        f"target: {plain_flags[1]}\ndrafter: {dflash_flags[dflash_flags.index('--speculative-draft-model-path') + 1]}{note}\n"
+    )
     try:
         if options.serve:
             return _serve(LocalServer(dflash_flags, port=options.port))
@@ -73,9 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _flags(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.model:
         return ["--model-path", options.model], ""
-    note = "" if assets.drafter_is_trained() else (
-        " (randomly initialised: it guesses at random, so expect an accept length of about 1 "
-        "and no gain)"
+    note = (
+        ""
+        if assets.drafter_is_trained()
+        else (
+            " (randomly initialised: it guesses at random, so expect an accept length of about 1 "
+            "and no gain)"
+        )
     )
     return ["--model-path", str(assets.demo_target())], note
 

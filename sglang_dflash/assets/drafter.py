@@ -79,9 +79,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
         shapes |= {f"layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
     return {
         name: (
-            torch.ones(shape)
-            if len(shape) == 1
-            else torch.randn(shape, generator=generator) * 0.02
+            torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
         ).to(torch.bfloat16)
         for name, shape in shapes.items()
     }

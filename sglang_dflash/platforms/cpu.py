@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
-from sglang_dflash.platforms import NAME, defaults
+from sglang_dflash.platforms import NAME, defaults, patches
 
 # SGLang imports this module while it is itself being imported: whatever needs more of SGLang
 # than its platform interface is imported where it is used.
@@ -46,6 +46,7 @@ class DFlashCpuPlatform(CpuDeviceMixin, SRTPlatform):
         ):
             extend([NAME])
         register_resolution_hook("handle_cpu_backends")(defaults.resolve_attention_backend)
+        patches.register()
 
     # -- configuration ---------------------------------------------------------------------
 
@@ -76,17 +77,20 @@ class DFlashCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # -- what the model runs on ------------------------------------------------------------
 
     def init_backend(self) -> None:
-        """Register the attention backend and the layers, and replace Triton launches."""
+        """Register the attention backend and the layers; called before a model is built."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        from sglang_dflash.platforms import layers, patches
+        from sglang_dflash.platforms import layers
 
         register_attention_backend(NAME)(_create_attention_backend)
         layers.register(self.get_dispatch_key_name())
-        patches.apply()
+        patches.verify()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Switch the drafter off its Triton q/k-norm with rotary embedding; run it in any dtype."""
+        """Switch the drafter off Triton and let it run in any dtype; pack weights."""
+        from sglang_dflash.platforms.linear import pack_weights
+
+        pack_weights(model)
         if hasattr(model, "project_target_hidden"):
             from sglang_dflash.draft import accept_any_dtype
 
@@ -103,9 +107,7 @@ class DFlashCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         """Slots of the verify window."""
-        from sglang_dflash.platforms.patches import assign_extend_cache_locs
-
-        return assign_extend_cache_locs
+        return patches.assign_extend_cache_locs
 
     def get_dispatch_key_name(self) -> str:
         """Key of this platform's layers in SGLang's operator registry."""

@@ -1,19 +1,18 @@
 """Where SGLang would launch Triton, or call its CPU build of ``sgl_kernel``, on CPU tensors.
 
 Everything this platform replaces outside SGLang's own platform interface is listed in
-:data:`REPLACEMENTS`, each with the reason. Applied once per process that runs a model.
+:data:`REPLACEMENTS`, each with the reason, and installed by SGLang's hook registry.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dflash.platforms import threads
+from sglang_dflash.platforms import NAME, threads
 
 
 def window_slots(
@@ -83,71 +82,62 @@ _TORCH_RECORD_STREAM = torch.Tensor.record_stream
 class Replacement(NamedTuple):
     """One function of SGLang or torch that has a stand-in on this platform."""
 
-    module: str
-    name: str
+    target: str
+    """Dotted name."""
     function: Callable
     reason: str
 
 
 REPLACEMENTS = (
     Replacement(
-        "sglang.srt.mem_cache.allocation",
-        "assign_req_to_token_pool_func",
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         assign_req_to_token_pool,
         "launches Triton unless SGLang's CPU build of sgl_kernel is active",
     ),
     Replacement(
-        "sglang.srt.mem_cache.allocation",
-        "get_last_loc",
+        "sglang.srt.mem_cache.allocation.get_last_loc",
         last_slots,
         "launches Triton for every attention backend but torch_native and ascend",
     ),
     Replacement(
-        "sglang.srt.distributed.bootstrap",
-        "_bind_threads_if_cpu",
+        "sglang.srt.distributed.bootstrap._bind_threads_if_cpu",
         threads.bind_rank,
         "wants one NUMA node per tensor-parallel rank",
     ),
     Replacement(
-        "sglang.srt.distributed.bootstrap",
-        "_init_cpu_threads_env",
+        "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
         threads.skip_thread_environment,
         "calls sgl_kernel's CPU ops; bind_rank has done it with torch",
     ),
     Replacement(
-        "torch",
-        "Tensor.record_stream",
+        "torch.Tensor.record_stream",
         record_stream,
         "raises on CPU tensors; SGLang's DFLASH worker records its inputs unconditionally",
     ),
 )
 
 
-def apply() -> None:
-    """Install :data:`REPLACEMENTS` in this process.
+def register() -> None:
+    """Hand :data:`REPLACEMENTS` to SGLang, which installs them when it loads its plugins."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(plugin_name=NAME, dist_name="sglang-dflash")
+    for replacement in REPLACEMENTS:
+        HookRegistry.register(
+            replacement.target, replacement.function, HookType.REPLACE, source=source
+        )
+
+
+def verify() -> None:
+    """Check that SGLang installed them: it logs a hook that fails, and goes on without it.
 
     Raises:
-        RuntimeError: SGLang no longer has one of the functions.
+        RuntimeError: a replacement is not in place.
     """
-    for replacement in REPLACEMENTS:
-        owner: Any = importlib.import_module(replacement.module)
-        *path, name = replacement.name.split(".")
-        for part in path:
-            owner = getattr(owner, part)
-        original = getattr(owner, name, None)
-        if original is None:
+    for target, _, reason in REPLACEMENTS:
+        if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
             raise RuntimeError(
-                f"SGLANG_PLATFORM=dflash_cpu: {replacement.module}.{replacement.name} does not "
-                "exist in this SGLang; the CPU platform cannot stand in for it. Install the "
-                "SGLang release this version of sglang-dflash is certified for."
+                f"SGLANG_PLATFORM={NAME}: the CPU stand-in for {target} is not installed, and "
+                f"SGLang's own {reason}. Install the SGLang release this version of "
+                "sglang-dflash is certified for; the log above tells why the hook failed."
             )
-        setattr(owner, name, replacement.function)
-        if not path:
-            _rebind_copies(name, original, replacement.function)
-
-
-def _rebind_copies(name: str, original: Callable, function: Callable) -> None:
-    """Follow ``from module import name`` into modules that were imported before."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is original:
-            setattr(module, name, function)

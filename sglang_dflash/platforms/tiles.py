@@ -231,6 +231,7 @@ def _uniform_mask(
         visible = key_rows <= limit
         key_positions, query_positions = key_rows, query_rows
     else:
+        assert queries.positions is not None, "a tree's rows carry their positions"
         positions = queries.positions[begin:end]
         visible, key_positions = _tree_sight(
             queries.ancestors[begin:end], positions, key_rows, contexts.unsqueeze(2)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from sglang_dflash.kernels.accept import accept, accept_reference
 from sglang_dflash.kernels.append_context import append_context, append_context_reference
 from sglang_dflash.kernels.move_rows import move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import prepare_block, prepare_block_reference
+
 from tests.kernels import parity
 from tests.kernels.cases import (
     accept_case,

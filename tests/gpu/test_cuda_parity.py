@@ -24,9 +24,7 @@ ROWS = (1, 2, 8, 16, 63, 64, 65, 128)
 @pytest.mark.parametrize("rows", ROWS)
 def test_prepare_block(bs, rows):
     for seed, (length, index) in enumerate(itertools.product(INTEGERS, INTEGERS)):
-        case = block_case(
-            seed, bs, (rows + 1) // 2, rows, length_dtype=length, index_dtype=index
-        )
+        case = block_case(seed, bs, (rows + 1) // 2, rows, length_dtype=length, index_dtype=index)
         parity.check_prepare_block(case, DEVICE)
 
 

@@ -10,9 +10,8 @@ import random
 from typing import NamedTuple, TypeVar
 
 import torch
-
-from sglang_dflash.kernels.layer_caches import LayerCaches
 from sglang_dflash.kernels.append_context import ContextCache
+from sglang_dflash.kernels.layer_caches import LayerCaches
 
 T = TypeVar("T", bound=tuple)
 

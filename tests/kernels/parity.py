@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from sglang_dflash.kernels.accept import Accepted, accept_reference, launch_accept
 from sglang_dflash.kernels.append_context import (
     append_context_reference,
@@ -15,10 +14,12 @@ from sglang_dflash.kernels.prepare_block import (
     launch_prepare_block,
     prepare_block_reference,
 )
+
 from tests.kernels.cases import SENTINEL, AcceptCase, BlockCase, ContextCase, MoveCase, to
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of keys, relative and absolute: sums differ in order, and a rounding may then tip over."""
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+"""Of keys, relative and absolute: sums differ in order, so that a rounding of the normed key (of
+magnitude 6 at most) may tip over to the neighbouring value."""
 
 
 def block_outputs(case: BlockCase) -> DraftBlock:
@@ -84,6 +85,13 @@ def check_append_context(case: ContextCase, device: str) -> None:
         torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
         untouched = expected == SENTINEL
         assert (actual.cpu()[untouched] == SENTINEL).all()
+        # In half precision, rounding at other places than the reference would stay within the
+        # tolerance; it would not stay this rare. Triton's interpreter truncates to bfloat16
+        # instead of rounding, so there float16 stands for both.
+        exact = {torch.float16} if device == "cpu" else {torch.float16, torch.bfloat16}
+        if case.kv.dtype in exact:
+            differing = int((actual.cpu() != expected).sum())
+            assert differing <= max(2, 0.03 * int((~untouched).sum()))
     for actual, expected in zip(found.v_cache, wanted.v_cache, strict=True):
         assert torch.equal(actual.cpu(), expected)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import example, given
-
 from sglang_dflash.kernels.accept import Accepted, accept, chain_links, pack_bits
+
 from tests.kernels import oracles
 from tests.kernels.cases import AcceptCase, accept_case
 from tests.kernels.strategies import PROPERTY, accept_cases

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
 from torch.overrides import TorchFunctionMode
 
-from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
 from tests.kernels import parity
 from tests.kernels.cases import accept_case, block_case, context_case, move_case
-
 
 HOST_METADATA = {
     f"Tensor.{name}"
@@ -137,7 +136,11 @@ def test_an_operation_is_one_launch_and_nothing_else(on_the_gpu, module, call):
 )
 def test_a_planted_violation_is_caught(on_the_gpu, monkeypatch, name, violation):
     on_the_gpu(move_rows)
-    launch, value, call = move_rows.launch_move_rows, torch.ones((), dtype=torch.int32), move_rows_call()
+    launch, value, call = (
+        move_rows.launch_move_rows,
+        torch.ones((), dtype=torch.int32),
+        move_rows_call(),
+    )
 
     def planted(*arguments):
         violation(value)

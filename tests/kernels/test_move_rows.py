@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import example, given
-
 from sglang_dflash.kernels.layer_caches import LayerCaches
 from sglang_dflash.kernels.move_rows import move_rows
+
 from tests.kernels import oracles
 from tests.kernels.cases import move_case
 from tests.kernels.strategies import PROPERTY, move_cases
@@ -32,7 +32,7 @@ def test_a_chain_moves_nothing():
 
 def test_layers_of_two_layouts_are_refused():
     wide, narrow = torch.zeros(4, 2, 64), torch.zeros(4, 2, 32)
-    with pytest.raises(ValueError, match="cache 1 has shape .*LayerCaches of their own"):
+    with pytest.raises(ValueError, match=r"cache 1 has shape .*LayerCaches of their own"):
         LayerCaches([wide, narrow])
 
 

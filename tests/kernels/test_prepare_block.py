@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-
 from sglang_dflash.kernels.prepare_block import DraftBlock, prepare_block
+
 from tests.kernels import oracles
 from tests.kernels.cases import BlockCase, block_case
 from tests.kernels.strategies import PROPERTY, block_cases
 
 
 def run(case: BlockCase, out: DraftBlock | None = None) -> DraftBlock:
-    return prepare_block(*case[:4], 
+    return prepare_block(
+        *case[:4],
         mask_token_id=case.mask_token_id,
         block_size=case.block_size,
         verify_rows=case.verify_rows,

@@ -41,7 +41,7 @@ def test_committed_text_passes_and_empties_the_window(ledger: ContextLedger) -> 
 def test_prefix_of_a_block_is_recorded(ledger: ContextLedger) -> None:
     ledger.record(TABLE[1, 6:10], torch.arange(6, 10), torch.tensor([2], dtype=torch.int32))
     ledger.check(*step(8, 7, outputs=(8, 9, 6, 7)))
-    with pytest.raises(InvariantError, match=r"position 6 holds no committed token"):
+    with pytest.raises(InvariantError, match=r"position 8 holds no committed token"):
         ledger.check(*step(9, 7, outputs=(8, 9, 6, 7, 7)))
 
 
