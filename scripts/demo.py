@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--model and --drafter go together: a drafter fits one target only")
 
     plain_flags, note = _flags(options)
+    drafter = options.drafter or str(assets.demo_drafter())
     dflash_flags = [
         *plain_flags,
         *("--speculative-algorithm", "DFLASH"),
-        *("--speculative-draft-model-path", options.drafter or str(assets.demo_drafter())),
+        *("--speculative-draft-model-path", drafter),
     ]
     if not options.model:
         dflash_flags += ["--speculative-dflash-config", str(CONFIG)]
@@ -129,9 +130,10 @@ def _compare(plain: Run, dflash: Run) -> None:
 def _serve(server: LocalServer) -> int:
     with server:
         print(f"DFLASH server ready at {server.url} (log: {server.log}). Try:\n")
+        question = '{"model": "default", "messages": [{"role": "user", "content": "Hello"}]}'
         print(
-            f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' -d "
-            '\'{"model": "default", "messages": [{"role": "user", "content": "What is gravity?"}]}\'\n'
+            f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
+            f"-d '{question}'\n"
         )
         print("Ctrl-C stops it.")
         try:

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF as ``tokenizer.json``, with the digit split transformers' reader drops."""
+"""A GGUF's tokenizer as ``tokenizer.json``, with the digit split transformers' reader drops."""
 
 from __future__ import annotations
 
