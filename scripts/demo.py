@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not options.model:
         dflash_flags += ["--speculative-dflash-config", str(CONFIG)]
-    print(
-        f"target: {plain_flags[1]}\ndrafter: {dflash_flags[dflash_flags.index('--speculative-draft-model-path') + 1]}{note}\n"
-    )
+    print(f"target: {plain_flags[1]}\ndrafter: {drafter}{note}\n")
     try:
         if options.serve:
             return _serve(LocalServer(dflash_flags, port=options.port))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from sglang_dflash.assets.cache import once, progress
 
-from sglang_dflash.assets.cache import once
+if TYPE_CHECKING:
+    import torch
 
 NAME = "smollm2-135m-instruct-random-drafter"
-RECIPE = "3 layers, block 8, seed 0, layout 1"
+SEED = 0
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -31,26 +32,38 @@ CONFIG: dict[str, Any] = {
     "attention_bias": False,
     "layer_types": ["full_attention"] * 3,
     "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
     # No row of the vocabulary is spare; id 16, <empty_output>, was never trained.
     "dflash_config": {"target_layer_ids": [1, 8, 14, 20, 27], "mask_token_id": 16},
 }
 
 
 def prepare() -> Path:
-    """The drafter's folder, made on first use."""
-    return once(NAME, RECIPE, _build)
+    """The drafter's folder, made on first use.
+
+    Raises:
+        AssetError: see :func:`sglang_dflash.assets.cache.once`.
+    """
+    return once(NAME, f"seed {SEED} {json.dumps(CONFIG)}", _build)
 
 
 def _build(folder: Path) -> None:
     from safetensors.torch import save_file
 
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    save_file(random_weights(CONFIG), folder / "model.safetensors", metadata={"format": "pt"})
+    progress("Making a randomly initialised drafter: the package carries no trained one")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
+    weights = random_weights(CONFIG, SEED)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights of a drafter of this configuration, bfloat16, the same for the same seed."""
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Weights of a drafter of this configuration, bfloat16, the same for the same seed.
+
+    Norms are one and matrices normal with standard deviation 0.02. There is no embedding and no
+    head: a drafter uses its target's.
+    """
+    import torch  # seconds, which only the first use should pay
+
     generator = torch.Generator().manual_seed(seed)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     query = config["num_attention_heads"] * head_dim

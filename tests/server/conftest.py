@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -53,12 +53,16 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     running: list[LocalServer] = []
 
     def start(
-        pair: TinyPair, *extra: str, dflash: bool = True, dtype: str = "float32", check: bool = True
+        pair: TinyPair,
+        *extra: str,
+        dflash: bool = True,
+        dtype: str = "float32",
+        environment: Mapping[str, str] | None = None,
     ) -> LocalServer:
         log: Path = tmp_path_factory.mktemp("server") / "server.log"
         server = LocalServer(
             flags(pair, *extra, dflash=dflash, dtype=dtype),
-            environment={ENVIRONMENT: "1"} if dflash and check else {},
+            environment={**({ENVIRONMENT: "1"} if dflash else {}), **(environment or {})},
             log=log,
         )
         running.append(server)

@@ -205,16 +205,16 @@ def test_aborted_requests_give_their_memory_back(dflash: LocalServer) -> None:
 def test_retracted_requests_finish_with_the_same_text(
     serve: ServerFactory, plain: LocalServer, llama_pair: TinyPair
 ) -> None:
-    """A pool too small for all requests makes the scheduler retract and resume some."""
-    small = serve(
-        llama_pair, "--max-total-tokens", "700", "--schedule-conservativeness", "0.01",
-        "--max-running-requests", "8",
-    )  # fmt: skip
-    options = {"concurrency": 8, "max_new_tokens": 150, "ignore_eos": True}
-    got = small.generate(PROMPTS, **options)
+    """The scheduler gives requests' memory up in mid-text and prefills them again later."""
+    retracting = serve(
+        llama_pair,
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
+    )
+    options = {"concurrency": 8, "max_new_tokens": 100, "ignore_eos": True}
+    got = retracting.generate(PROMPTS, **options)
     want = plain.generate(PROMPTS, **options)
     assert_identical(
         plain, PROMPTS, [w["output_ids"] for w in want], [g["output_ids"] for g in got]
     )
     assert any(g["meta_info"]["num_retractions"] for g in got), "nothing was retracted"
-    small.stop()
+    retracting.stop()
