@@ -44,24 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(options.model) != bool(options.drafter):
         parser.error("--model and --drafter go together: a drafter fits one target only")
 
-    plain_flags, note = _flags(options)
-    drafter = options.drafter or str(assets.demo_drafter())
-    dflash_flags = [
-        *plain_flags,
-        *("--speculative-algorithm", "DFLASH"),
-        *("--speculative-draft-model-path", drafter),
-    ]
-    if not options.model:
-        dflash_flags += ["--speculative-dflash-config", str(CONFIG)]
-    print(f"target: {plain_flags[1]}\ndrafter: {drafter}{note}\n")
     try:
+        plain_flags, dflash_flags = _flags(options)
         if options.serve:
             return _serve(LocalServer(dflash_flags, port=options.port))
         plain = _run("plain", LocalServer(plain_flags, port=options.port))
         dflash = _run("dflash", LocalServer(dflash_flags, port=options.port))
-    except ServerError as error:
+    except (ServerError, assets.AssetError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndemo: stopped", file=sys.stderr)
+        return 130
     _compare(plain, dflash)
     print(
         f"demo: plain {plain.tokens_per_second:.1f} tokens/s, "
@@ -71,18 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _flags(options: argparse.Namespace) -> tuple[list[str], str]:
-    if options.model:
-        return ["--model-path", options.model], ""
-    note = (
-        ""
-        if assets.drafter_is_trained()
-        else (
-            " (randomly initialised: it guesses at random, so expect an accept length of about 1 "
-            "and no gain)"
+def _flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Launch flags of the plain and of the DFLASH server."""
+    own = bool(options.model)
+    target = options.model if own else str(assets.demo_target())
+    drafter = options.drafter if own else str(assets.demo_drafter())
+    print(f"target: {target}\ndrafter: {drafter}")
+    if not own and not assets.drafter_is_trained():
+        print(
+            "The drafter is randomly initialised: it guesses at random, so expect an accept "
+            "length of about 1, and a server slower than without it."
         )
-    )
-    return ["--model-path", str(assets.demo_target())], note
+    plain = ["--model-path", target]
+    dflash = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter]
+    if not own:
+        dflash += ["--speculative-dflash-config", str(CONFIG)]
+    return plain, [*plain, *dflash]
 
 
 def _run(name: str, server: LocalServer) -> Run:

@@ -181,6 +181,35 @@ class LocalServer:
         response.raise_for_status()
         return response.json()
 
+    def load(self) -> dict[str, Any]:
+        """The scheduler's current load: running requests, used K/V tokens, and more."""
+        response = self._client.get("/v1/loads")
+        response.raise_for_status()
+        return response.json()["loads"][0]
+
+    def leaked_tokens(self, timeout: float = 60.0) -> int:
+        """K/V tokens still held once every request has ended and no prefix is cached.
+
+        Raises:
+            ServerError: requests are still running after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (load := self.load())["num_running_reqs"] or load["num_waiting_reqs"]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"requests still run after {timeout:.0f} s: {load}")
+            time.sleep(0.2)
+        self.flush_cache()
+        return int(self.load()["num_used_tokens"])
+
+    def memory_bytes(self) -> int:
+        """Resident memory of all processes of the server."""
+        import psutil
+
+        assert self._process is not None
+        parent = psutil.Process(self._process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        return sum(process.memory_info().rss for process in processes)
+
     def flush_cache(self) -> None:
         """Drop every cached prefix, once the last requests have left the scheduler."""
         response = self._client.post("/flush_cache", params={"timeout": 30})
