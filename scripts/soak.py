@@ -1,8 +1,8 @@
 """Keep a DFLASH server busy with mixed requests and see that nothing breaks or leaks.
 
 Clients send requests of random lengths (greedy, sampled, constrained, with log-probabilities,
-streamed) and hang up on some of them. Afterwards every K/V token must be free again, no response may
-have been an error, and memory must not have grown since the first tenth of the run.
+streamed) and hang up on some of them. Afterwards every K/V token must be free again, no response
+may have been an error, and memory must not have grown since the first tenth of the run.
 
 Usage::
 
