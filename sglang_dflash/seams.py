@@ -117,6 +117,13 @@ PLATFORM_SEAMS: tuple[str, ...] = (
     "kernels/fused_op.py:BaseFusedOp",
     "srt/distributed/bootstrap.py:_bind_threads_if_cpu",
     "srt/distributed/bootstrap.py:_init_cpu_threads_env",
+    *_members(
+        "srt/distributed/parallel_state.py:",
+        "GroupCoordinator.all_gather_into_tensor",
+        "reg_all_gather_into_tensor",
+        "reg_all_to_all_single",
+        "reg_reduce_scatter_tensor",
+    ),
     "srt/layers/attention/attention_registry.py:register_attention_backend",
     "srt/layers/attention/base_attn_backend.py:AttentionBackend",
     "srt/layers/activation.py:SiluAndMul",

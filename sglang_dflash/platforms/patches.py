@@ -76,6 +76,27 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         _TORCH_RECORD_STREAM(tensor, stream)
 
 
+def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """Gather every rank's ``input`` into ``output`` in a tensor-parallel group."""
+    _group(group_name)._all_gather_into_tensor(output, input)
+
+
+def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """Sum ``input`` over a tensor-parallel group and keep this rank's share in ``output``."""
+    _group(group_name)._reduce_scatter_tensor(output, input)
+
+
+def all_to_all_single(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """Exchange equal parts of ``input`` within a tensor-parallel group."""
+    _group(group_name)._all_to_all_single(output, input)
+
+
+def _group(name: str) -> Any:
+    from sglang.srt.distributed.parallel_state import _groups
+
+    return _groups[name]()
+
+
 _TORCH_RECORD_STREAM = torch.Tensor.record_stream
 
 
@@ -108,6 +129,18 @@ REPLACEMENTS = (
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
         threads.skip_thread_environment,
         "calls sgl_kernel's CPU ops; bind_rank has done it with torch",
+    ),
+    *(
+        Replacement(
+            f"sglang.srt.distributed.parallel_state.{name}",
+            function,
+            "is a torch operator registered for CUDA alone under an out-of-tree platform",
+        )
+        for name, function in (
+            ("reg_all_gather_into_tensor", all_gather_into_tensor),
+            ("reg_reduce_scatter_tensor", reduce_scatter_tensor),
+            ("reg_all_to_all_single", all_to_all_single),
+        )
     ),
     Replacement(
         "torch.Tensor.record_stream",

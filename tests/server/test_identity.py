@@ -78,7 +78,7 @@ def qwen3(serve: ServerFactory, qwen3_pair: TinyPair) -> Baseline:
 def test_llama(mode: str, llama: Baseline, serve: ServerFactory, llama_pair: TinyPair) -> None:
     server = serve(llama_pair, *MODES[mode])
     # A drafter that is never right would prove nothing about accepted rows.
-    assert llama.check(server) > 1.3
+    assert llama.check(server) > 1.1
     server.stop()
 
 
