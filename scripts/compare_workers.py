@@ -6,7 +6,7 @@ short prompts, so that prefill hardly counts. Printed: the median of each, and t
 
 Usage::
 
-    python scripts/compare_workers.py [--concurrency 1 8] [--rounds 15] [--dtype float32]
+    python scripts/compare_workers.py [--concurrency 1 8] [--rounds 41] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main() -> int:
     """Run the comparison; fails where accept lengths or outputs differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()

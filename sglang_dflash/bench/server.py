@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -85,8 +86,10 @@ class LocalServer:
                 env=self._environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A group of its own, so that stopping it reaches every process it spawned.
+                # A group of its own, so that stopping it reaches every process it spawned; and
+                # it ends with this process, however that ends.
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         try:
             while time.monotonic() - started < timeout:
@@ -226,6 +229,12 @@ class LocalServer:
         for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
                 yield chunk.choices[0].delta.content
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill the calling process when its parent dies (``prctl``, PDEATHSIG)."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
 def accept_length(responses: Sequence[Mapping[str, Any]]) -> float:
