@@ -32,6 +32,7 @@ SEAMS: tuple[str, ...] = (
         "_rebuild_compact_draft_cache",
         "_resolve_mask_token_id",
         "_update_target_mamba_state_after_verify",
+        "_validate_phase1_sampling_support",
         "alloc_memory_pool",
         "draft_worker",
         "forward_batch_generation",

@@ -395,6 +395,11 @@ class DFlashWorker(DFlashWorkerV2):
                 rows_per_request=1 if cache_loc_2d is None else cache_loc_2d.shape[1],
             )
 
+    def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
+        # Upstream warns here that sampled requests are answered greedily where its CUDA verify
+        # kernel is missing. Ours are sampled on every device.
+        pass
+
     def _init_fused_kv_helper(self) -> None:
         # The context is written by DraftContext, which needs the pool and is built after it.
         self._use_fused_kv_materialize = False

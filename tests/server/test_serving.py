@@ -135,6 +135,7 @@ def test_sampled_requests_are_sampled_and_top_k_1_is_greedy(
         for _ in range(2)
     ]
     assert hot[0][0]["output_ids"] != hot[1][0]["output_ids"], "sampled text is greedy"
+    assert "falling back to greedy" not in dflash.log.read_text(errors="replace")
 
 
 def test_logit_bias_reaches_every_row(dflash: LocalServer) -> None:
