@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 EXPECTED_ROWS = 16
 """Rows the layout is chosen for; it serves any number (1 to 64 measured within 5 %)."""
 
+PADDED_STEPS = ((128, 8), (512, 16), (4096, 64))
+"""Rows up to the first number of a pair are padded to a multiple of the second. oneDNN keeps
+kernels and buffers for the last 1024 shapes it saw: with prompts of every length those of the demo
+target grow by 690 MB, with padding by 80, for 5 % more time above 16 rows."""
+
 MEMORY_SHARE = 0.25
 """Share of the free memory the blocked copies may take."""
 
@@ -49,7 +54,25 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         """``x [..., in] @ weight.T + bias``, as ``[..., out]``."""
         if x.dtype != torch.bfloat16 or x.numel() == 0:
             return F.linear(x, layer.weight, bias)
+        rows = x.numel() // x.shape[-1]
+        padding = padded_rows(rows) - rows
+        if padding and x.dim() == 2:
+            x = F.pad(x, (0, 0, 0, padding))
+            return self._apply_packed(x, bias)[:rows]
+        return self._apply_packed(x, bias)
+
+    def _apply_packed(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+
+def padded_rows(rows: int) -> int:
+    """Rows computed for ``rows`` rows; see :data:`PADDED_STEPS`."""
+    if rows <= EXPECTED_ROWS:
+        return rows
+    for limit, step in PADDED_STEPS:
+        if rows <= limit:
+            return -(-rows // step) * step
+    return rows
 
 
 def pack_weights(model: torch.nn.Module) -> int:
