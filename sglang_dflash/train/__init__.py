@@ -1,0 +1,1 @@
+"""Train a DFlash drafter for a target: regenerate responses, fit, score, export."""

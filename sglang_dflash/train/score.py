@@ -1,0 +1,141 @@
+"""The accept length a drafter reaches on given answers: the figure a server gives, without one.
+
+At temperature 0 a server's rounds are determined by the answer: a block at anchor ``a`` is
+accepted up to its first token that differs from the answer's, and the next anchor is the token
+after. So all positions of an answer are drafted at once, and the rounds walked afterwards
+(arXiv 2602.06036, section 5: accept length = committed tokens per round, bonus token included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_dflash.train import blocks
+from sglang_dflash.train.features import FrozenTarget
+from sglang_dflash.train.fit import autocast
+from sglang_dflash.train.model import DraftModel
+from sglang_dflash.train.records import Record
+
+
+@dataclass
+class Score:
+    """Rounds over a set of answers."""
+
+    rounds: int = 0
+    tokens: int = 0
+    """Answer tokens after the first, which the prefill gives."""
+    offered: list[int] = field(default_factory=list)
+    """Rounds in which position ``k+1`` of the block was drafted and had a token to meet."""
+    accepted: list[int] = field(default_factory=list)
+    """Rounds in which it was accepted."""
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens a round commits; 1.0 is plain decoding's."""
+        return self.tokens / self.rounds if self.rounds else 1.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds that accept each drafted position."""
+        return [a / o if o else 0.0 for a, o in zip(self.accepted, self.offered, strict=True)]
+
+    def add(self, lengths: Sequence[int], block_size: int) -> None:
+        """Walk one answer.
+
+        Args:
+            lengths: right drafted tokens at every position of the answer but the last.
+            block_size: rows of a block, anchor included.
+        """
+        drafted = block_size - 1
+        self.offered = self.offered or [0] * drafted
+        self.accepted = self.accepted or [0] * drafted
+        at, last = 0, len(lengths)
+        while at < last:
+            right = min(lengths[at], last - at)
+            for k in range(min(drafted, last - at)):
+                self.offered[k] += 1
+                self.accepted[k] += k < right
+            self.rounds += 1
+            at += right + 1
+        self.tokens += last
+
+    def merge(self, other: Score) -> None:
+        """Add another set's rounds."""
+        self.rounds += other.rounds
+        self.tokens += other.tokens
+        size = max(len(self.offered), len(other.offered))
+        for mine, theirs in ((self.offered, other.offered), (self.accepted, other.accepted)):
+            mine.extend([0] * (size - len(mine)))
+            for k, value in enumerate(theirs):
+                mine[k] += value
+
+    def to_json(self) -> dict[str, Any]:
+        """For reports."""
+        return {
+            "accept_length": round(self.accept_length, 4),
+            "by_position": [round(share, 4) for share in self.by_position],
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+        }
+
+
+@torch.no_grad()
+def score(
+    model: DraftModel,
+    target: FrozenTarget,
+    records: Sequence[Record],
+    *,
+    dtype: str = "bfloat16",
+    rows: int = 2048,
+    advance: Callable[[int], None] = lambda done: None,
+) -> dict[str, Score]:
+    """Accept lengths on answers the target gave at temperature 0.
+
+    Args:
+        model: the drafter.
+        target: its target.
+        records: prompts with answers.
+        dtype: of autocast, as served.
+        rows: block rows computed at once.
+        advance: told how many records are done.
+
+    Returns:
+        A score by source, and ``all``.
+    """
+    scores: dict[str, Score] = {"all": Score()}
+    for number, record in enumerate(records, 1):
+        lengths = accept_lengths(model, target, record, dtype, rows)
+        one = Score()
+        one.add(lengths, model.block_size)
+        scores.setdefault(record.source, Score()).merge(one)
+        scores["all"].merge(one)
+        advance(number)
+    return scores
+
+
+@torch.no_grad()
+def accept_lengths(
+    model: DraftModel, target: FrozenTarget, record: Record, dtype: str, rows: int
+) -> list[int]:
+    """Right drafted tokens at every position of an answer but the last."""
+    device, size = target.device, model.block_size
+    tokens = torch.tensor([record.tokens], device=device)
+    start, end = len(record.prompt_ids), tokens.shape[1]
+    in_response = torch.arange(end, device=device).unsqueeze(0) >= start
+    features = target.features(tokens)
+    found: list[int] = []
+    for anchors in torch.arange(start, end - 1, device=device).split(max(1, rows // size)):
+        kept = torch.ones(1, len(anchors), dtype=torch.bool, device=device)
+        made = blocks.build(
+            tokens, in_response, anchors.unsqueeze(0), kept, size, model.mask_token_id
+        )
+        with autocast(dtype, device):
+            hidden = model(target.embed(made.tokens), features, made.anchors)[0, :, 1:]
+        drafted = (hidden.to(target.head.dtype) @ target.head.T).argmax(-1)
+        right = (drafted == made.labels[0]) & made.labelled[0]
+        found += right.long().cumprod(-1).sum(-1).tolist()
+    return found
