@@ -37,7 +37,6 @@ class FrozenTarget:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: torch.Tensor = model.get_output_embeddings().weight
         decoder = model.get_decoder()
-        self.layers: list[nn.Module] = list(decoder.layers)
         self.final_norm: torch.Tensor = decoder.norm.weight
         # Layers after the last tap cannot change a feature.
         decoder.layers = decoder.layers[: self.layer_ids[-1] + 1]

@@ -96,7 +96,7 @@ class Trainer:
         self.prompts = [len(r.prompt_ids) for r in records]
         torch.manual_seed(self.settings.seed)
         model = DraftModel(shape)
-        initialise(model, target, config.drafter.init)
+        initialise(model, target)
         self.model = model.to(self.device)
         self.wrapped: nn.Module = self.model
         if self.workers.count > 1:
@@ -104,6 +104,7 @@ class Trainer:
         visits = len(records) * self.settings.epochs
         self.steps = self.settings.steps or max(1, visits // self.settings.sequences)
         self.optimizer = Optimizer(self.model, self.settings, self.steps)
+        self.head, self.head_rows = self._head()
         objective = config.objective
         gamma = objective.gamma or default_gamma(model.block_size)
         self.weighting = Weighting(objective.weighting, gamma, objective.alpha)
@@ -294,11 +295,31 @@ class Trainer:
         labels, labelled = made.labels.flatten(0, 1)[mask], made.labelled.flatten(0, 1)[mask]
         self.seconds["draft"] += time.perf_counter() - clock
         clock = time.perf_counter()
+        if self.head_rows is not None:
+            labels = self.head_rows[labels]
+            labelled &= labels >= 0
         outcome = block_loss(
-            hidden, self.target.head, labels, labelled, self.weighting, self.settings.head_chunk
+            hidden,
+            self.head,
+            labels.clamp(min=0),
+            labelled,
+            self.weighting,
+            self.settings.head_chunk,
         )
         self.seconds["head"] += time.perf_counter() - clock
         return outcome
+
+    def _head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of the head trained against, and each token's row among them or -1."""
+        count, head = self.settings.head_vocabulary, self.target.head
+        if count is None or count >= len(head):
+            return head, None
+        answers = [t[p:] for t, p in zip(self.sequences, self.prompts, strict=True)]
+        seen = torch.tensor([token for answer in answers for token in answer])
+        kept = torch.bincount(seen, minlength=len(head)).topk(count).indices.sort().values
+        rows = torch.full((len(head),), -1)
+        rows[kept] = torch.arange(count)
+        return head[kept.to(self.device)].contiguous(), rows.to(self.device)
 
     def _features(
         self, indices: list[int], tokens: torch.Tensor, lengths: list[int]

@@ -84,8 +84,10 @@ def test_features_from_the_cache_give_the_same_run(
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path, target: Path, data: Path) -> None:
-    one, _ = fit(training_config(tmp_path / "one", target, data))
-    file = training_yaml(tmp_path / "two", target, data)
+    # Muon orthogonalises in bfloat16, which makes a last bit's difference visible.
+    keys = {"optimizer": "adamw"}
+    one, _ = fit(training_config(tmp_path / "one", target, data, fit=keys))
+    file = training_yaml(tmp_path / "two", target, data, fit=keys)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=0", "--standalone", "-m", "sglang_dflash.cli", "train", "fit"]
     done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=240)
@@ -160,3 +162,14 @@ def test_peak_memory_does_not_grow_with_the_number_of_sequences(
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
         peaks[count] = int(done.stdout.split()[-1])
     assert peaks[300] < peaks[20] + 40_000, peaks  # KiB; features alone would be 10 MB
+
+
+def test_a_smaller_head_vocabulary_trains_on_the_frequent_tokens(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    whole, _ = fit(training_config(tmp_path / "whole", target, data, fit={"steps": 20}))
+    keys = {"steps": 20, "head_vocabulary": 256}
+    part, _ = fit(training_config(tmp_path / "part", target, data, fit=keys))
+    # The answers hold 200 different tokens, so none is lost, and fewer compete.
+    assert part[-1].accept_length == pytest.approx(whole[-1].accept_length, abs=0.3)
+    assert part[0].loss < whole[0].loss
