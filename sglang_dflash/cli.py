@@ -19,6 +19,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from sglang_dflash.platforms import limit_spinning
+
+limit_spinning()  # before the commands import torch
 console = Console(stderr=True)
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Block-diffusion drafting.")
 train = typer.Typer(no_args_is_help=True, help="Train a drafter for a target of your own.")

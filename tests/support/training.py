@@ -16,8 +16,14 @@ from sglang_dflash.train.config import TrainConfig
 from tests.support.pairs import BOS, EOS, MASK, PAD, VOCABULARY, save_tokenizer
 
 
-def random_llama(folder: Path, *, layers: int = 4, tied: bool = True, seed: int = 0) -> Path:
-    """A randomly initialised Llama whose greedy text can be learnt: it falls into loops."""
+def random_llama(
+    folder: Path, *, layers: int = 4, tied: bool = False, spread: float = 0.05, seed: int = 0
+) -> Path:
+    """A randomly initialised Llama.
+
+    Untied and with a small spread its greedy text can be learnt: the residual stream is mostly the
+    last token's embedding, so that a token nearly decides the next, and texts fall into loops.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -33,9 +39,13 @@ def random_llama(folder: Path, *, layers: int = 4, tied: bool = True, seed: int 
             eos_token_id=EOS,
             pad_token_id=PAD,
             tie_word_embeddings=tied,
-            initializer_range=0.2,
+            initializer_range=spread,
         )
     )
+    with torch.no_grad():
+        # Only bytes are said: rows of control tokens are short, so the head never prefers them.
+        model.get_input_embeddings().weight[EOS:] *= 0.01
+        model.get_output_embeddings().weight[EOS:] *= 0.01 if not tied else 1.0
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
