@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from sglang_dflash import assets
 from sglang_dflash.bench.server import LocalServer, ServerError, accept_length
+from sglang_dflash.train.records import frame
 
 QUESTIONS = (
     "What is gravity?",
@@ -48,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain_flags, dflash_flags = _flags(options)
         if options.serve:
             return _serve(LocalServer(dflash_flags, port=options.port))
-        plain = _run("plain", LocalServer(plain_flags, port=options.port))
-        dflash = _run("dflash", LocalServer(dflash_flags, port=options.port))
+        prompts = _framed(plain_flags[1])
+        plain = _run("plain", LocalServer(plain_flags, port=options.port), prompts)
+        dflash = _run("dflash", LocalServer(dflash_flags, port=options.port), prompts)
     except (ServerError, assets.AssetError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -83,8 +85,24 @@ def _flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return plain, [*plain, *dflash]
 
 
-def _run(name: str, server: LocalServer) -> Run:
-    """Start a server, let it answer every question, stop it."""
+def _framed(target: str) -> list[list[int]]:
+    """The questions as the server frames a chat; as they are for a target without a template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if not tokenizer.chat_template:
+        return [tokenizer.encode(text) for text in QUESTIONS]
+    return [frame(tokenizer, [{"role": "user", "content": text}]) for text in QUESTIONS]
+
+
+def _run(name: str, server: LocalServer, prompts: list[list[int]]) -> Run:
+    """Start a server, let it answer every question, stop it.
+
+    Args:
+        name: for the screen.
+        server: not yet started.
+        prompts: the questions as token ids.
+    """
     print(f"--- {name}: starting the server")
     with server:
         print(f"--- {name}: ready in {server.start_seconds:.0f} s")
@@ -99,10 +117,9 @@ def _run(name: str, server: LocalServer) -> Run:
             print()
             texts.append(text)
         # Timed apart from printing, through the native API, which counts the verify steps.
-        prompts = [f"{question}\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
         server.flush_cache()
         started = time.monotonic()
-        responses = server.generate(prompts, max_new_tokens=MAX_TOKENS, ignore_eos=True)
+        responses = server.generate(prompts, max_new_tokens=MAX_TOKENS)
         seconds = time.monotonic() - started
     tokens = sum(response["meta_info"]["completion_tokens"] for response in responses)
     run = Run(texts, tokens / seconds, accept_length(responses))

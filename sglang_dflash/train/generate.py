@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -45,6 +46,7 @@ def generate(
     waiting = [record for record in prompts if record.key not in done]
     answered = len(prompts) - len(waiting)
     advance(answered, len(prompts))
+    failure: httpx.HTTPError | None = None
     with file.open("a", encoding="utf-8") as output:
         ready = [record for record in waiting if record.output_ids]
         for record in ready:
@@ -59,21 +61,29 @@ def generate(
             httpx.Client(base_url=url, timeout=3600.0) as client,
             ThreadPoolExecutor(config.generate.concurrency) as pool,
         ):
-            futures = {pool.submit(_answer, client, r, config.generate): r for r in waiting}
+            stop = threading.Event()
+            futures = {pool.submit(_answer, client, r, config.generate, stop): r for r in waiting}
             try:
                 for future in as_completed(futures):
-                    _write(output, futures[future], future.result(), config.generate)
+                    try:
+                        answer = future.result()
+                    except httpx.HTTPError as error:
+                        failure = failure or error
+                        stop.set()
+                        continue
+                    if answer is None:
+                        continue
+                    _write(output, futures[future], answer, config.generate)
                     answered += 1
                     advance(answered, len(prompts))
-            except httpx.HTTPError as error:
-                pool.shutdown(cancel_futures=True)
-                raise TrainError(
-                    f"generate: the server failed ({error}). {answered} answers are kept in "
-                    f"{file}; run the stage again to go on."
-                ) from error
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            finally:
+                stop.set()
+    if failure is not None:
+        reason = str(failure).partition("\n")[0]
+        raise TrainError(
+            f"generate: the server failed ({reason}). {answered} answers are kept in {file}; "
+            "run the stage again to go on."
+        ) from failure
     return file
 
 
@@ -112,7 +122,12 @@ def _write(output: Any, record: Record, answer: list[int], settings: Generate) -
     output.flush()
 
 
-def _answer(client: httpx.Client, record: Record, settings: Generate) -> list[int]:
+def _answer(
+    client: httpx.Client, record: Record, settings: Generate, stop: threading.Event
+) -> list[int] | None:
+    """The answer's token ids, or None once the stage is to stop."""
+    if stop.is_set():
+        return None
     response = client.post(
         "/generate",
         json={"input_ids": record.prompt_ids, "sampling_params": _mode(settings)},

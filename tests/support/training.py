@@ -62,12 +62,12 @@ def write_records(file: Path, count: int, *, length: int = 40, seed: int = 0) ->
     return file
 
 
-def training_config(folder: Path, target: Path, data: Path, **sections: Any) -> TrainConfig:
+def training_config(folder: Path, target: Path, data: Path, /, **sections: Any) -> TrainConfig:
     """A training file for tiny targets; sections update its own."""
     return training_file.load(training_yaml(folder, target, data, **sections))
 
 
-def training_yaml(folder: Path, target: Path, data: Path, **sections: Any) -> Path:
+def training_yaml(folder: Path, target: Path, data: Path, /, **sections: Any) -> Path:
     """The file of :func:`training_config`."""
     content: dict[str, Any] = {
         "target": str(target),
