@@ -2,6 +2,7 @@
 #   make demo   set up, serve a real model with and without DFLASH, show both answering
 #   make test   set up, then lint, types and the whole test suite
 # VENV=folder uses another environment; PYTHON=python3.12 another interpreter to make it with.
+# MODEL=.. DRAFTER=.. take another pair, PORT=.. another port (make serve: 30000 by default).
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -11,8 +12,9 @@ STAMP := $(VENV)/.sglang-dflash-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
 MODEL ?=
 DRAFTER ?=
-PORT ?= 30000
-SERVE := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTER),--drafter $(DRAFTER))
+PORT ?=
+SERVE := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTER),--drafter $(DRAFTER)) \
+  $(if $(PORT),--port $(PORT))
 
 .PHONY: setup demo serve test lint types check clean
 
@@ -25,7 +27,7 @@ $(STAMP): pyproject.toml
 	  echo "Cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
 	@echo "Installing sglang-dflash and SGLang into $(VENV): about 10 GB, 3 to 8 minutes"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[test]' 2>&1 \
-	  | grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' ; \
+	  | grep --line-buffered -E '^ *(Collecting|Downloading|Installing|Successfully|ERROR|error)' ; \
 	  test $${PIPESTATUS[0]} -eq 0
 	@rm -f $(VENV)/.sglang-dflash-*; touch $@
 
@@ -33,7 +35,7 @@ demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py $(SERVE)
 
 serve: $(STAMP)
-	@exec $(BIN)/python scripts/demo.py --serve --port $(PORT) $(SERVE)
+	@exec $(BIN)/python scripts/demo.py --serve $(if $(PORT),,--port 30000) $(SERVE)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

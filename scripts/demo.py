@@ -44,14 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if bool(options.model) != bool(options.drafter):
         parser.error("--model and --drafter go together: a drafter fits one target only")
+    for flag, path in (("--model", options.model), ("--drafter", options.drafter)):
+        if path and path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+            parser.error(
+                f"{flag} {path}: there is no such folder; a hub id has the form owner/name"
+            )
 
     try:
         plain_flags, dflash_flags = _flags(options)
         if options.serve:
             return _serve(LocalServer(dflash_flags, port=options.port))
         prompts = _framed(plain_flags[1])
-        plain = _run("plain", LocalServer(plain_flags, port=options.port), prompts)
+        # First the server that checks the pair: a drafter that does not fit is found at once.
         dflash = _run("dflash", LocalServer(dflash_flags, port=options.port), prompts)
+        plain = _run("plain", LocalServer(plain_flags, port=options.port), prompts)
     except (ServerError, assets.AssetError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

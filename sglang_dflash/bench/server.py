@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -60,6 +61,7 @@ class LocalServer:
         self.arguments = [str(argument) for argument in arguments]
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self._owns_log = log is None
         if log is None:
             handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
             os.close(handle)
@@ -79,6 +81,7 @@ class LocalServer:
             ServerError: it stopped, or did not answer in time.
         """
         started = time.monotonic()
+        self._check_port()
         command = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port)]
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -95,7 +98,8 @@ class LocalServer:
             while time.monotonic() - started < timeout:
                 if self._process.poll() is not None:
                     raise ServerError(
-                        f"the server exited with {self._process.returncode}\n{self.log_tail()}"
+                        f"the server exited with {self._process.returncode}: {self.reason()}\n"
+                        f"(its log: {self.log})"
                     )
                 with contextlib.suppress(httpx.HTTPError):
                     if self._client.get("/health", timeout=2.0).status_code == 200:
@@ -106,6 +110,21 @@ class LocalServer:
         except BaseException:
             self.stop()
             raise
+
+    def _check_port(self) -> None:
+        """Another server there would answer in this one's place.
+
+        Raises:
+            ServerError: the port is in use.
+        """
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError as error:
+                raise ServerError(
+                    f"port {self.port} cannot be used ({error.strerror}). Name another one."
+                ) from error
 
     def wait_for_exit(self, timeout: float = START_TIMEOUT) -> int:
         """Exit code of a launch that is expected to fail."""
@@ -122,6 +141,8 @@ class LocalServer:
         process, self._process = self._process, None
         if process is None:
             return
+        if self._owns_log and process.poll() is None:
+            self.log.unlink(missing_ok=True)
         # A polite signal costs five seconds: the parent takes its children's end for a crash.
         # Nothing here outlives the server, so the whole group is killed at once.
         with contextlib.suppress(ProcessLookupError):
@@ -132,10 +153,17 @@ class LocalServer:
         """Whether the launched process still runs."""
         return self._process is not None and self._process.poll() is None
 
+    def reason(self) -> str:
+        """Why the server stopped: the message of the last error in its log, else the log's end."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception): ", line)]
+        return "\n".join(lines[errors[-1] :][:10]) if errors else self.log_tail()
+
     def log_tail(self, lines: int = 40) -> str:
         """The end of the log, without the line that prints every argument."""
         text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line[:400] for line in text if "server_args=" not in line)[-lines * 200 :]
+        kept = [line[:400] for line in text if "server_args=" not in line]
+        return "\n".join(kept[-lines:])
 
     def __enter__(self) -> LocalServer:
         return self.start()
