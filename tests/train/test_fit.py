@@ -51,10 +51,11 @@ def fit(config: Any, *, until: int | None = None) -> tuple[list[Report], dict[st
 def test_the_loss_falls_and_blocks_get_longer(
     tmp_path: Path, target: Path, data: Path, optimizer: str, dtype: str
 ) -> None:
-    keys = {"steps": 60, "optimizer": optimizer, "dtype": dtype, "muon_learning_rate": 0.02}
+    keys = {"steps": 80, "optimizer": optimizer, "dtype": dtype, "learning_rate": 0.01}
     reports, _ = fit(training_config(tmp_path, target, data, fit=keys))
-    assert reports[-1].loss < 0.9 * reports[0].loss
-    assert reports[-1].accept_length > reports[0].accept_length + 0.1
+    first, last = reports[:10], reports[-10:]
+    assert sum(r.loss for r in last) < 0.9 * sum(r.loss for r in first)
+    assert sum(r.accept_length for r in last) > sum(r.accept_length for r in first) + 0.3
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
