@@ -21,6 +21,7 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 TABLE_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 STOCK_WORKER = ("sglang.srt.speculative.dflash_worker_v2", "DFlashWorkerV2")
 
 
@@ -131,11 +132,36 @@ def _table_headroom(original: Callable[[], int]) -> int:
     return max(entries, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
+def _validate_request(
+    original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None
+) -> None:
+    """Refuse token ids no embedding has a row for, and a text without tokens.
+
+    SGLang's scheduler would stop, and every other request with it.
+    """
+    from sglang_dflash import platforms
+
+    algorithm = str(manager.server_args.speculative_algorithm or "").upper()
+    text_only = getattr(obj, "input_embeds", None) is None and not obj.contains_mm_input()
+    if input_ids is not None and text_only and (algorithm == "DFLASH" or platforms.selected()):
+        if not input_ids:
+            raise ValueError("the prompt is empty: it has no tokens. Send at least one.")
+        vocab_size = manager.model_config.vocab_size
+        wrong = next((token for token in input_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"input_ids holds {wrong}, outside the model's vocabulary (0 to "
+                f"{vocab_size - 1}). Tokenize with the model's own tokenizer."
+            )
+    original(manager, obj, input_ids)
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     CREATE_WORKER: _create_worker,
     ADD_CLI_ARGS: _add_cli_args,
     FROM_CLI_ARGS: _from_cli_args,
     TABLE_HEADROOM: _table_headroom,
+    VALIDATE_REQUEST: _validate_request,
 }
 """Target -> AROUND hook; SGLang imports the target's module to apply it."""
 

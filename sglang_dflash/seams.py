@@ -46,6 +46,7 @@ SEAMS: tuple[str, ...] = (
     "srt/speculative/dflash_info.py:DFlashVerifyInput",
     "srt/speculative/dflash_info_v2.py:DFlashDraftInputV2",
     "srt/speculative/draft_worker_common.py:make_draft_input_v2",
+    "srt/managers/tokenizer_manager.py:TokenizerManager._validate_one_request",
     "srt/managers/overlap_utils.py:RelayPayload",
     "srt/managers/schedule_batch.py:ScheduleBatch",
     "srt/managers/utils.py:GenerationBatchResult",

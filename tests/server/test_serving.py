@@ -13,7 +13,7 @@ from conftest import ServerFactory
 
 from sglang_dflash.bench.server import LocalServer
 from tests.support.identity import assert_identical, token_prompts
-from tests.support.pairs import EOS, TinyPair
+from tests.support.pairs import EOS, VOCABULARY, TinyPair
 
 PROMPTS = token_prompts(8, seed=3)
 HOT = 60.0
@@ -143,6 +143,24 @@ def test_logit_bias_reaches_every_row(dflash: LocalServer) -> None:
         PROMPTS, concurrency=4, max_new_tokens=24, ignore_eos=True, logit_bias={"65": 100.0}
     )
     assert all(response["output_ids"] == [65] * 24 for response in responses)
+
+
+def test_prompts_no_model_can_read_are_refused_and_disturb_nobody(
+    plain: LocalServer, dflash: LocalServer
+) -> None:
+    wrong = [
+        ("/generate", {"text": ""}, "the prompt is empty"),
+        ("/generate", {"input_ids": []}, "cannot be empty"),
+        ("/generate", {"input_ids": [5, VOCABULARY]}, f"holds {VOCABULARY}, outside"),
+        ("/generate", {"input_ids": [-1, 5]}, "holds -1, outside"),
+        ("/v1/completions", {"model": "default", "prompt": ""}, "the prompt is empty"),
+    ]
+    for server in (plain, dflash):
+        for path, body, message in wrong:
+            answer = httpx.post(server.url + path, json=body, timeout=60)
+            assert answer.status_code == 400
+            assert message in answer.text
+        assert server.generate(["a"], max_new_tokens=2)
 
 
 def test_eos_ends_a_response(dflash: LocalServer) -> None:
