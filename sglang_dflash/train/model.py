@@ -33,6 +33,14 @@ def default_target_layer_ids(target_layers: int, draft_layers: int) -> list[int]
     return sorted(min(layer, target_layers - 1) for layer in spaced)
 
 
+class RmsNorm(nn.RMSNorm):
+    """torch's, applied in the dtype of its input: autocast leaves the float32 weight alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[.., size]`` to the same."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Block rows attend to context rows and to their block; both get K/V from one projection."""
 
@@ -45,8 +53,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
         sliding = config.layer_types[layer] == "sliding_attention"
         self.window = config.sliding_window if sliding else None
         explicit = getattr(config, "is_causal", None)
@@ -133,9 +141,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, rows: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -161,9 +169,9 @@ class DraftModel(nn.Module):
         self.mask_token_id: int = section["mask_token_id"]
         self.block_size: int = config["block_size"]
         self.fc = nn.Linear(len(self.target_layer_ids) * hf.hidden_size, hf.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(hf.hidden_size, eps=hf.rms_norm_eps)
+        self.hidden_norm = RmsNorm(hf.hidden_size, eps=hf.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(hf, i) for i in range(hf.num_hidden_layers))
-        self.norm = nn.RMSNorm(hf.hidden_size, eps=hf.rms_norm_eps)
+        self.norm = RmsNorm(hf.hidden_size, eps=hf.rms_norm_eps)
         self.rope = Qwen3RotaryEmbedding(hf)
 
     def forward(
