@@ -153,7 +153,7 @@ def test_prompts_no_model_can_read_are_refused_and_disturb_nobody(
         ("/generate", {"input_ids": []}, "cannot be empty"),
         ("/generate", {"input_ids": [5, VOCABULARY]}, f"holds {VOCABULARY}, outside"),
         ("/generate", {"input_ids": [-1, 5]}, "holds -1, outside"),
-        ("/v1/completions", {"model": "default", "prompt": ""}, "the prompt is empty"),
+        ("/v1/completions", {"model": "default", "prompt": ""}, "cannot be empty"),
     ]
     for server in (plain, dflash):
         for path, body, message in wrong:
