@@ -73,7 +73,7 @@ class CpuAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Describe one forward; every layer of it reuses the description."""
         self._queries = _queries_of(forward_batch, self._table)
-        self._tiles: dict[Sight, list[Tile]] = {}
+        self._tiles: dict[tuple[Sight, int], list[Tile]] = {}
         self._write_slots = as_slice(forward_batch.out_cache_loc)
 
     def forward(
@@ -114,9 +114,11 @@ class CpuAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             self._pool.write_rows(layer.layer_id, self._write_slots, k, v)
         sight = Sight(layer.attn_type != AttentionType.ENCODER_ONLY, layer.sliding_window_size)
-        tiles = self._tiles.get(sight)
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        tiles = self._tiles.get((sight, group))
         if tiles is None:
-            tiles = self._tiles[sight] = plan(self._queries, sight, q.dtype, self._max_padding)
+            tiles = plan(self._queries, sight, q.dtype, self._max_padding, group)
+            self._tiles[sight, group] = tiles
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         parts = [

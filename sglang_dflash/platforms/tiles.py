@@ -7,8 +7,10 @@ per request (measured for 8 requests of about 230 rows, 9/3 heads, 2 cores: 0.23
 0.76 ms a layer for decoding, 0.65 against 0.99 ms for 8 verify rows). Prefill rows run request
 by request in tiles of at most :data:`PREFILL_ROWS`.
 
-Grouped queries share their K/V head inside the call (``enable_gqa``); nothing is repeated in
-memory. Only torch is needed here.
+Grouped queries share their K/V head; nothing but small masks is repeated in memory. With few query
+rows the heads of a group become rows of one head, which SDPA works through together (bfloat16, 9/3
+heads, one row: 0.67 against 3.8 ms a layer for 48 requests, 0.04 against 0.14 ms for one).
+Only torch is needed here.
 """
 
 from __future__ import annotations
@@ -63,11 +65,18 @@ class Tile(NamedTuple):
     keys: int
     """K/V rows per request, padding included."""
     mask: torch.Tensor | None
-    """Additive, broadcastable to ``[batch, heads, width, keys]``; None when all is visible."""
+    """Additive, broadcastable to ``[batch, heads, width, keys]``, or with folded heads to
+    ``[batch, kv_heads, group * width, keys]``; None when all is visible."""
+    folded: bool = False
+    """Whether the query heads of a group are rows of one head."""
 
 
 def plan(
-    queries: Queries, sight: Sight, dtype: torch.dtype, max_padding: float = MAX_PADDING
+    queries: Queries,
+    sight: Sight,
+    dtype: torch.dtype,
+    max_padding: float = MAX_PADDING,
+    group: int = 1,
 ) -> list[Tile]:
     """Cut a forward's query rows into tiles.
 
@@ -77,6 +86,7 @@ def plan(
         dtype: dtype of the queries; masks are made in it.
         max_padding: see :data:`MAX_PADDING`; 1 never pads, so that a row's result does not
             depend on the requests it shares the batch with.
+        group: query heads per K/V head.
 
     Returns:
         Tiles that cover every query row exactly once, in order.
@@ -88,8 +98,14 @@ def plan(
     bs = len(queries.widths)
     needed = [_visible(context, sight) + width for context in queries.contexts.tolist()]
     if bs * max(needed) <= max_padding * sum(needed):
-        return [_uniform_tile(queries, sight, dtype, 0, bs, needed)]
-    return [_uniform_tile(queries, sight, dtype, i, i + 1, needed) for i in range(bs)]
+        tiles = [_uniform_tile(queries, sight, dtype, 0, bs, needed)]
+    else:
+        tiles = [_uniform_tile(queries, sight, dtype, i, i + 1, needed) for i in range(bs)]
+    # One float32 row per head is as fast as it gets.
+    folds = 1 < group and group * width <= PREFILL_ROWS
+    if folds and not (width == 1 and dtype == torch.float32):
+        tiles = [_fold(tile, group) for tile in tiles]
+    return tiles
 
 
 def attend(
@@ -113,14 +129,22 @@ def attend(
     else:
         keys, values = keys.index_select(0, tile.slots), values.index_select(0, tile.slots)
     heads, kv_heads = query.shape[1], keys.shape[1]
+    query = query.unflatten(0, (batch, width))
+    if tile.folded:
+        grouped = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        query = grouped.flatten(2, 3)
+    else:
+        query = query.transpose(1, 2)
     out = scaled_dot_product_attention(
-        query.unflatten(0, (batch, width)).transpose(1, 2),
+        query,
         keys.unflatten(0, (batch, tile.keys)).transpose(1, 2),
         values.unflatten(0, (batch, tile.keys)).transpose(1, 2),
         attn_mask=tile.mask,
         scale=scale,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=not tile.folded and heads != kv_heads,
     )
+    if tile.folded:
+        out = out.unflatten(2, (-1, width)).flatten(1, 2)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -133,6 +157,14 @@ def as_slice(slots: torch.Tensor) -> slice | torch.Tensor:
     if int(slots[-1]) == stop - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
         return slice(first, stop)
     return slots
+
+
+def _fold(tile: Tile, group: int) -> Tile:
+    """The tile with the ``group`` query heads of a K/V head as rows, head after head."""
+    mask = tile.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    return tile._replace(mask=mask, folded=True)
 
 
 def _visible(context: int, sight: Sight) -> int:

@@ -111,9 +111,12 @@ def run(case: Case, sight: Sight, **options: float) -> torch.Tensor:
     )
 
 
-def check(case: Case, sight: Sight, **options: float) -> None:
-    actual = run(case, sight, **options)
-    torch.testing.assert_close(actual.double(), dense(case, sight), atol=2e-6, rtol=1e-5)
+def check(case: Case, sight: Sight) -> None:
+    """With the query heads of a group apart, and folded into rows where that is done."""
+    expected = dense(case, sight)
+    for group in (1, HEADS // KV_HEADS):
+        actual = run(case, sight, group=group)
+        torch.testing.assert_close(actual.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def random_tree(width: int, seed: int) -> tuple[list[int], list[int]]:
@@ -252,9 +255,11 @@ def test_without_padding_a_row_does_not_depend_on_its_batch() -> None:
         assert torch.equal(together[b * 8 : b * 8 + 8], run(alone, CAUSAL, max_padding=1))
 
 
-def test_bfloat16_stays_bfloat16() -> None:
-    case = make_case([30, 12], [8, 8], dtype=torch.bfloat16)
-    actual = run(case, CAUSAL)
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("group", [1, HEADS // KV_HEADS])
+def test_bfloat16_stays_bfloat16(width: int, group: int) -> None:
+    case = make_case([30, 12], [width] * 2, dtype=torch.bfloat16)
+    actual = run(case, CAUSAL, group=group)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.double(), dense(case, CAUSAL), atol=0.03, rtol=0.03)
 
