@@ -102,7 +102,7 @@ def plan(
     else:
         tiles = [_uniform_tile(queries, sight, dtype, i, i + 1, needed) for i in range(bs)]
     # One float32 row per head is as fast as it gets.
-    folds = 1 < group and group * width <= PREFILL_ROWS
+    folds = group > 1 and group * width <= PREFILL_ROWS
     if folds and not (width == 1 and dtype == torch.float32):
         tiles = [_fold(tile, group) for tile in tiles]
     return tiles
