@@ -84,6 +84,21 @@ def build(
     return Blocks(anchors, block, labels.masked_fill(~labelled, 0), labelled)
 
 
+def before_labels(anchors: torch.Tensor, block_size: int, length: int) -> torch.Tensor:
+    """Positions whose output predicts the labels of a block: ``anchor .. anchor + bs - 2``.
+
+    Args:
+        anchors: ``[B, N]`` int64.
+        block_size: ``bs``.
+        length: ``S``; positions behind the text stay inside it, where nothing is labelled.
+
+    Returns:
+        ``[B, N, bs-1]`` int64.
+    """
+    positions = anchors.unsqueeze(-1) + torch.arange(block_size - 1, device=anchors.device)
+    return positions.clamp(max=length - 1)
+
+
 def context_visible(
     anchors: torch.Tensor, length: int, block_size: int, window: int | None = None
 ) -> torch.Tensor:

@@ -78,6 +78,10 @@ class Objective(Section):
     """Decay of ``exponential``; None takes 7, 5 and 4 for blocks of 16, 10 and 8."""
     alpha: Share = 0.5
     """Smoothing of ``dpace``."""
+    distillation: Share = 0.0
+    """Share of the aim that is the target's own distribution; the rest is the label."""
+    distilled_tokens: Annotated[int, Field(ge=1)] = 16
+    """Tokens of that distribution that are kept per position."""
 
 
 class Fit(Section):
@@ -111,7 +115,7 @@ class Fit(Section):
     """Train against this many of the answers' most frequent tokens; None against all. The head is
     most of a step where the vocabulary is large and the drafter small."""
     feature_cache_gib: Annotated[float, Field(ge=0)] = 8.0
-    """Disk for target features; 0 computes them anew every time."""
+    """Disk for what is read from the target; 0 computes it anew every time."""
     save_every: Positive = 200
     """Steps between saved states."""
     log_every: Positive = 10

@@ -1,4 +1,4 @@
-"""Target features: the frozen target, its tapped layers, and a bounded cache of what they said."""
+"""The frozen target, its tapped layers, and a bounded cache of what was read from it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ class FrozenTarget:
         layer_ids: layers whose output residual stream is tapped, increasing.
         dtype: of the weights; use the dtype the target is served in.
         device: where it runs.
+        whole: keep the layers behind the last tap too, for :meth:`read`'s hidden states.
 
     Raises:
         TrainError: the model does not expose what a drafter needs.
     """
 
     def __init__(
-        self, path: str, layer_ids: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        path: str,
+        layer_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        whole: bool = False,
     ):
         from transformers import AutoModelForCausalLM
 
@@ -38,9 +44,10 @@ class FrozenTarget:
         self.head: torch.Tensor = model.get_output_embeddings().weight
         decoder = model.get_decoder()
         self.final_norm: torch.Tensor = decoder.norm.weight
-        # Layers after the last tap cannot change a feature.
-        decoder.layers = decoder.layers[: self.layer_ids[-1] + 1]
-        decoder.norm = nn.Identity()
+        if not whole:
+            # Layers after the last tap cannot change a feature.
+            decoder.layers = decoder.layers[: self.layer_ids[-1] + 1]
+            decoder.norm = nn.Identity()
         self._decoder = decoder
         self._taps: dict[int, torch.Tensor] = {}
         for layer in self.layer_ids:
@@ -62,10 +69,20 @@ class FrozenTarget:
         Returns:
             ``[B, S, K * H]``: the residual stream after each tapped layer, side by side.
         """
-        self._decoder(input_ids=tokens.to(self.device), use_cache=False)
+        return self.read(tokens)[0]
+
+    @torch.no_grad()
+    def read(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`features`, and the hidden states that come out of the decoder.
+
+        Returns:
+            ``[B, S, K * H]`` and ``[B, S, H]``; the second is what the head reads, when the target
+            was loaded ``whole``.
+        """
+        output = self._decoder(input_ids=tokens.to(self.device), use_cache=False)
         taps = [self._taps[layer] for layer in self.layer_ids]
         self._taps.clear()
-        return torch.cat(taps, -1)
+        return torch.cat(taps, -1), output.last_hidden_state
 
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -73,20 +90,20 @@ class FrozenTarget:
         return self.embedding(tokens)
 
 
-class FeatureCache:
-    """Features of whole sequences on disk, up to a limit; the rest are computed every time.
+class RowCache:
+    """Rows of whole sequences on disk, up to a limit; the rest are computed every time.
 
     Args:
-        folder: where the file lies; it is working data and starts empty.
-        lengths: tokens of every sequence.
-        width: ``K * H``.
+        file: it is working data and starts empty.
+        lengths: rows of every sequence, one a token.
+        width: values of a row.
         limit_bytes: largest size of the file.
-        dtype: of the features; kept exactly.
+        dtype: of the values, which are kept exactly.
     """
 
     def __init__(
         self,
-        folder: Path,
+        file: Path,
         lengths: Sequence[int],
         width: int,
         limit_bytes: int,
@@ -94,7 +111,9 @@ class FeatureCache:
     ):
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         row = dtype.itemsize * width
-        self._rows = int(np.searchsorted(offsets * row, limit_bytes, side="right") - 1)
+        self._rows = (
+            int(np.searchsorted(offsets * row, limit_bytes, side="right") - 1) if row else 0
+        )
         self._offsets = offsets
         self._done = np.zeros(len(lengths), dtype=bool)
         self._dtype = dtype
@@ -102,9 +121,9 @@ class FeatureCache:
         self._bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         self._store: np.memmap | None = None
         if self._rows > 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             self._store = np.memmap(
-                folder / "features.bin",
+                file,
                 dtype=f"i{dtype.itemsize}",
                 mode="w+",
                 shape=(int(offsets[self._rows]), width),
@@ -116,16 +135,16 @@ class FeatureCache:
         return float(self._offsets[self._rows] / self._offsets[-1])
 
     def get(self, index: int) -> torch.Tensor | None:
-        """``[S, K * H]`` features of a sequence, or None."""
+        """``[S, width]`` rows of a sequence, or None."""
         if self._store is None or not self._done[index]:
             return None
         rows = self._store[self._offsets[index] : self._offsets[index + 1]]
         return torch.from_numpy(np.array(rows)).view(self._dtype)
 
-    def put(self, index: int, features: torch.Tensor) -> None:
-        """Keep a sequence's features if its place is within the limit."""
+    def put(self, index: int, values: torch.Tensor) -> None:
+        """Keep a sequence's rows if its place is within the limit."""
         if self._store is None or index >= self._rows:
             return
-        rows = features.to("cpu", self._dtype).contiguous().view(self._bits).numpy()
+        rows = values.to("cpu", self._dtype).contiguous().view(self._bits).numpy()
         self._store[self._offsets[index] : self._offsets[index + 1]] = rows
         self._done[index] = True

@@ -22,10 +22,10 @@ from torch import distributed, nn
 from sglang_dflash.train import blocks, state
 from sglang_dflash.train.config import TrainConfig
 from sglang_dflash.train.errors import TrainError
-from sglang_dflash.train.features import FeatureCache, FrozenTarget
+from sglang_dflash.train.features import FrozenTarget, RowCache
 from sglang_dflash.train.initialise import initialise
 from sglang_dflash.train.model import DraftModel
-from sglang_dflash.train.objective import Weighting, block_loss
+from sglang_dflash.train.objective import SoftLabels, Weighting, block_loss, likeliest
 from sglang_dflash.train.optimizer import Optimizer
 from sglang_dflash.train.records import Record
 
@@ -108,18 +108,33 @@ class Trainer:
         objective = config.objective
         gamma = objective.gamma or default_gamma(model.block_size)
         self.weighting = Weighting(objective.weighting, gamma, objective.alpha)
-        self.cache = FeatureCache(
-            config.folder / "features" / str(self.workers.rank),
-            [len(tokens) for tokens in self.sequences],
-            len(target.layer_ids) * model.config.hidden_size,
-            int(self.settings.feature_cache_gib * 2**30),
-            getattr(torch, self.settings.dtype),
+        self.distilled = objective.distilled_tokens if objective.distillation else 0
+        width = len(target.layer_ids) * model.config.hidden_size
+        dtype = getattr(torch, self.settings.dtype)
+        # A position's row: features, then ids and probabilities of the target's likeliest tokens.
+        row = width * dtype.itemsize + 8 * self.distilled
+        limit = self.settings.feature_cache_gib * 2**30 / row
+        folder = config.folder / "features" / str(self.workers.rank)
+        lengths = [len(tokens) for tokens in self.sequences]
+        self.features = RowCache(
+            folder / "features.bin", lengths, width, int(limit * width * dtype.itemsize), dtype
+        )
+        self.soft = RowCache(
+            folder / "soft.bin",
+            lengths,
+            2 * self.distilled,
+            int(limit * 8 * self.distilled),
+            torch.int32,
         )
         self.identity = {
             "drafter": shape,
             "records": len(records),
             "tokens": sum(map(len, self.sequences)),
-            "objective": self.weighting._asdict(),
+            "objective": {
+                **self.weighting._asdict(),
+                "distillation": objective.distillation,
+                "distilled_tokens": self.distilled,
+            },
             "fit": self.settings.model_dump(
                 exclude={"save_every", "log_every", "feature_cache_gib", "head_chunk"}
             ),
@@ -277,7 +292,7 @@ class Trainer:
             [torch.ones(len(a), dtype=torch.bool) for a in anchors], batch_first=True
         )
         clock = time.perf_counter()
-        features = self._features(indices, tokens, lengths)
+        features, soft = self._read(indices, tokens, lengths)
         self.seconds["target"] += time.perf_counter() - clock
         clock = time.perf_counter()
         made = blocks.build(
@@ -295,6 +310,12 @@ class Trainer:
         labels, labelled = made.labels.flatten(0, 1)[mask], made.labelled.flatten(0, 1)[mask]
         self.seconds["draft"] += time.perf_counter() - clock
         clock = time.perf_counter()
+        aims = None
+        if soft is not None:
+            before = blocks.before_labels(made.anchors, self.model.block_size, soft.shape[1])
+            batch = torch.arange(len(soft), device=device)[:, None, None]
+            ids, chances = soft[batch, before].flatten(0, 1)[mask].chunk(2, -1)
+            aims = SoftLabels(ids.long(), chances.contiguous().view(torch.float32))
         if self.head_rows is not None:
             labels = self.head_rows[labels]
             labelled &= labels >= 0
@@ -305,6 +326,8 @@ class Trainer:
             labelled,
             self.weighting,
             self.settings.head_chunk,
+            aims,
+            self.config.objective.distillation,
         )
         self.seconds["head"] += time.perf_counter() - clock
         return outcome
@@ -321,16 +344,28 @@ class Trainer:
         rows[kept] = torch.arange(count)
         return head[kept.to(self.device)].contiguous(), rows.to(self.device)
 
-    def _features(
+    def _read(
         self, indices: list[int], tokens: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor:
-        cached = [self.cache.get(index) for index in indices]
-        if all(rows is not None for rows in cached):
-            return nn.utils.rnn.pad_sequence(cached, batch_first=True).to(self.device)  # type: ignore[arg-type]
-        features = self.target.features(tokens)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[B, S, K * H]`` features and, when distilling, ``[B, S, 2 * tokens]`` soft labels."""
+        features = [self.features.get(index) for index in indices]
+        soft = [self.soft.get(index) for index in indices]
+        if all(rows is not None for rows in (*features, *(soft if self.distilled else ()))):
+            pad = nn.utils.rnn.pad_sequence
+            kept = pad(features, batch_first=True).to(self.device)  # type: ignore[arg-type]
+            if not self.distilled:
+                return kept, None
+            return kept, pad(soft, batch_first=True).to(self.device)  # type: ignore[arg-type]
+        taps, hidden = self.target.read(tokens)
+        labels = None
+        if self.distilled:
+            best = likeliest(hidden, self.head, self.distilled)
+            labels = torch.cat((best.ids.int(), best.probabilities.view(torch.int32)), -1)
         for row, index in enumerate(indices):
-            self.cache.put(index, features[row, : lengths[row]])
-        return features
+            self.features.put(index, taps[row, : lengths[row]])
+            if labels is not None:
+                self.soft.put(index, labels[row, : lengths[row]])
+        return taps, labels
 
     # ---- state -----------------------------------------------------------------------------
 

@@ -106,11 +106,11 @@ class Run:
             )
         return records.split(usable, self.config.data.held_out, self.config.fit.seed)
 
-    def frozen_target(self) -> FrozenTarget:
-        """The target, loaded for features."""
+    def frozen_target(self, *, whole: bool = False) -> FrozenTarget:
+        """The target, loaded for features, or ``whole`` for its distributions too."""
         taps = self.shape["dflash_config"]["target_layer_ids"]
         dtype = getattr(torch, self.config.fit.dtype)
-        return FrozenTarget(self.config.target, taps, dtype, self.device)
+        return FrozenTarget(self.config.target, taps, dtype, self.device, whole)
 
     def trained(self) -> tuple[DraftModel, dict[str, Any]]:
         """The drafter of the last saved state, and how far it got.
@@ -138,7 +138,8 @@ def fit(run: Run, report: Callable[[Report], None], stop: Callable[[], bool]) ->
     if not training:
         raise TrainError(f"data.held_out={run.config.data.held_out} leaves nothing to train on.")
     check_room(run, training)
-    trainer = Trainer(run.config, run.shape, training, run.frozen_target())
+    target = run.frozen_target(whole=run.config.objective.distillation > 0)
+    trainer = Trainer(run.config, run.shape, training, target)
     curve = run.config.folder / CURVE
 
     def note(made: Report) -> None:
@@ -260,10 +261,10 @@ def check_room(run: Run, training: list[Record]) -> None:
     hidden = run.shape["hidden_size"]
     width = len(run.shape["dflash_config"]["target_layer_ids"]) * hidden
     tokens = sum(min(len(record.tokens), run.config.data.max_length) for record in training)
-    cache = min(
-        run.config.fit.feature_cache_gib * 2**30,
-        getattr(torch, run.config.fit.dtype).itemsize * tokens * width,
-    )
+    row = getattr(torch, run.config.fit.dtype).itemsize * width
+    if run.config.objective.distillation:
+        row += 8 * run.config.objective.distilled_tokens
+    cache = min(run.config.fit.feature_cache_gib * 2**30, tokens * row)
     disk = int(cache + 3 * 12 * parameters)
     folder = run.config.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from sglang_dflash.train import stages
+from sglang_dflash.train import blocks, stages
 from sglang_dflash.train.errors import TrainError
+from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.fit import Report
+from sglang_dflash.train.objective import likeliest
 from tests.support.training import random_llama, training_config, training_yaml, write_records
 
 
@@ -71,17 +74,56 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_features_from_the_cache_give_the_same_run(
-    tmp_path: Path, target: Path, data: Path
+@pytest.mark.parametrize("distillation", [0.0, 0.5])
+def test_what_the_cache_holds_gives_the_same_run(
+    tmp_path: Path, target: Path, data: Path, distillation: float
 ) -> None:
     runs = []
+    aim = {"distillation": distillation}
     for name, size in (("none", 0.0), ("part", 1e-4), ("all", 1.0)):
         keys = {"feature_cache_gib": size, "dtype": "bfloat16", "steps": 12}
-        runs.append(fit(training_config(tmp_path / name, target, data, fit=keys))[1])
+        config = training_config(tmp_path / name, target, data, fit=keys, objective=aim)
+        runs.append(fit(config)[1])
     for name in runs[0]:
         # Batches are padded to other lengths when features come from the cache.
         torch.testing.assert_close(runs[0][name], runs[1][name], rtol=0, atol=5e-3)
         torch.testing.assert_close(runs[0][name], runs[2][name], rtol=0, atol=5e-3)
+
+
+def test_soft_labels_are_what_the_target_expected_where_the_labels_came(target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    frozen = FrozenTarget(str(target), [0, 2], torch.float32, torch.device("cpu"), whole=True)
+    tokens = torch.arange(30).view(2, 15) * 5
+    features, hidden = frozen.read(tokens)
+    soft = likeliest(hidden, frozen.head, 4)
+    anchors = torch.tensor([[0, 6], [3, 9]])
+    before = blocks.before_labels(anchors, 4, 15)
+    with torch.no_grad():
+        logits = model(tokens).logits
+    for sequence in range(2):
+        for number, anchor in enumerate(anchors[sequence].tolist()):
+            for k in range(1, 4):
+                # The label of row k is the token at anchor + k.
+                want = logits[sequence, anchor + k - 1].topk(4)
+                at = before[sequence, number, k - 1]
+                assert soft.ids[sequence, at].tolist() == want.indices.tolist()
+                torch.testing.assert_close(
+                    soft.probabilities[sequence, at], want.values.softmax(-1)
+                )
+    cut = FrozenTarget(str(target), [0, 2], torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(cut.features(tokens), features)
+
+
+def test_a_drafter_distilled_alone_learns_the_target_and_not_the_text(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    # Counted-up bytes are not what this target says, so the labels stay unlearnt.
+    keys = {"steps": 40, "learning_rate": 0.01}
+    hard, _ = fit(training_config(tmp_path / "hard", target, data, fit=keys))
+    aim = {"distillation": 1.0}
+    soft, _ = fit(training_config(tmp_path / "soft", target, data, fit=keys, objective=aim))
+    assert soft[-1].loss < soft[0].loss
+    assert soft[-1].accept_length < 1.2 < hard[-1].accept_length
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path, target: Path, data: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sglang_dflash.train.objective import Weighting, block_loss
+from sglang_dflash.train.objective import SoftLabels, Weighting, block_loss
 
 BLOCKS, DRAFTED, HIDDEN, VOCABULARY = 7, 3, 8, 20
 
@@ -38,6 +38,28 @@ def test_loss_and_gradient_equal_autograds(kind: str, chunk: int) -> None:
     (3 * want).backward()
     torch.testing.assert_close(got.loss, want)
     torch.testing.assert_close(got.weight, weights.sum())
+    torch.testing.assert_close(gradient, hidden.grad)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_distillation_equals_autograds_cross_entropy(share: float, chunk: int) -> None:
+    hidden, head, labels, labelled = case()
+    thought = torch.randn(BLOCKS, DRAFTED, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    best = thought.topk(4)
+    soft = SoftLabels(best.indices, best.values.softmax(-1))
+    weighting = Weighting("dpace")
+    got = block_loss(hidden, head, labels, labelled, weighting, chunk, soft, share)
+    got.loss.backward()
+    gradient, hidden.grad = hidden.grad, None
+
+    aim = (1 - share) * F.one_hot(labels, VOCABULARY).float()
+    aim = aim + share * torch.zeros_like(thought).scatter(-1, soft.ids, soft.probabilities)
+    log_q = (hidden @ head.T).log_softmax(-1)
+    chosen = log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1).detach()
+    want = -(weighting.weights(chosen, labelled) * (aim * log_q).sum(-1)).sum()
+    want.backward()
+    torch.testing.assert_close(got.loss, want)
     torch.testing.assert_close(gradient, hidden.grad)
 
 
