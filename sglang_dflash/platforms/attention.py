@@ -21,9 +21,9 @@ from sglang_dflash.platforms import NAME
 from sglang_dflash.platforms.kv_pool import CpuKVPool
 from sglang_dflash.platforms.tiles import (
     MAX_PADDING,
+    Plan,
     Queries,
     Sight,
-    Tile,
     as_slice,
     attend,
     plan,
@@ -73,7 +73,7 @@ class CpuAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Describe one forward; every layer of it reuses the description."""
         self._queries = _queries_of(forward_batch, self._table)
-        self._tiles: dict[tuple[Sight, int], list[Tile]] = {}
+        self._plans: dict[tuple[Sight, int], Plan] = {}
         self._write_slots = as_slice(forward_batch.out_cache_loc)
 
     def forward(
@@ -115,24 +115,13 @@ class CpuAttentionBackend(AttentionBackend):
             self._pool.write_rows(layer.layer_id, self._write_slots, k, v)
         sight = Sight(layer.attn_type != AttentionType.ENCODER_ONLY, layer.sliding_window_size)
         group = layer.tp_q_head_num // layer.tp_k_head_num
-        tiles = self._tiles.get((sight, group))
+        tiles = self._plans.get((sight, group))
         if tiles is None:
             tiles = plan(self._queries, sight, q.dtype, self._max_padding, group)
-            self._tiles[sight, group] = tiles
+            self._plans[sight, group] = tiles
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        parts = [
-            attend(
-                tile,
-                query[tile.first_row : tile.first_row + tile.batch * tile.width],
-                keys,
-                values,
-                layer.scaling,
-            )
-            for tile in tiles
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.flatten(1)
+        return attend(tiles, query, keys, values, layer.scaling).flatten(1)
 
 
 def _queries_of(batch: ForwardBatch, table: torch.Tensor) -> Queries:

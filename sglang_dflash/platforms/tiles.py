@@ -2,10 +2,10 @@
 
 A :class:`Tile` is a set of query rows that one call serves. Requests with the same number of
 rows (decode, verification, the drafter's block) share a tile padded to the longest of them,
-as long as that padding is cheap: one gather and one call for the whole batch, instead of one
-per request (measured for 8 requests of about 230 rows, 9/3 heads, 2 cores: 0.23 against
-0.76 ms a layer for decoding, 0.65 against 0.99 ms for 8 verify rows). Prefill rows run request
-by request in tiles of at most :data:`PREFILL_ROWS`.
+as long as that padding is cheap, and requests of other lengths another: a few gathers and calls
+for the whole batch, instead of one per request (measured for 8 requests of about 230 rows, 9/3
+heads, 2 cores: 0.23 against 0.76 ms a layer for decoding, 0.65 against 0.99 ms for 8 verify rows).
+Prefill rows run request by request in tiles of at most :data:`PREFILL_ROWS`.
 
 Grouped queries share their K/V head; nothing but small masks is repeated in memory. With few query
 rows the heads of a group become rows of one head, which SDPA works through together (bfloat16, 9/3
@@ -53,9 +53,18 @@ class Queries(NamedTuple):
     """``[bs, N, W]`` int64 bit sets over the N rows of a request, own bit included, or None
     when its rows are consecutive positions."""
 
+    def pick(self, requests: torch.Tensor) -> Queries:
+        """Requests of the same number of rows, in another order: ``[bs]`` int64."""
+        return self._replace(
+            table_rows=self.table_rows[requests],
+            contexts=self.contexts[requests],
+            positions=None if self.positions is None else self.positions[requests],
+            ancestors=None if self.ancestors is None else self.ancestors[requests],
+        )
+
 
 class Tile(NamedTuple):
-    """``batch`` requests of ``width`` consecutive query rows each, served by one call."""
+    """``batch`` requests of ``width`` query rows each, one after the other, served by one call."""
 
     first_row: int
     batch: int
@@ -71,13 +80,24 @@ class Tile(NamedTuple):
     """Whether the query heads of a group are rows of one head."""
 
 
+class Plan(NamedTuple):
+    """One forward's tiles."""
+
+    tiles: list[Tile]
+    """They cover every query row once, in order."""
+    order: torch.Tensor | None = None
+    """``[rows]`` int64, the query row at every place of that order; None: as they come."""
+    places: torch.Tensor | None = None
+    """``[rows]`` int64, its inverse: the place of every query row."""
+
+
 def plan(
     queries: Queries,
     sight: Sight,
     dtype: torch.dtype,
     max_padding: float = MAX_PADDING,
     group: int = 1,
-) -> list[Tile]:
+) -> Plan:
     """Cut a forward's query rows into tiles.
 
     Args:
@@ -87,42 +107,64 @@ def plan(
         max_padding: see :data:`MAX_PADDING`; 1 never pads, so that a row's result does not
             depend on the requests it shares the batch with.
         group: query heads per K/V head.
-
-    Returns:
-        Tiles that cover every query row exactly once, in order.
     """
     width = queries.widths[0]
     uniform = all(w == width for w in queries.widths)
     if queries.ancestors is None and not (uniform and width <= PREFILL_ROWS):
-        return _prefill_tiles(queries, sight, dtype)
-    bs = len(queries.widths)
+        return Plan(_prefill_tiles(queries, sight, dtype))
     needed = [_visible(context, sight) + width for context in queries.contexts.tolist()]
-    if bs * max(needed) <= max_padding * sum(needed):
-        tiles = [_uniform_tile(queries, sight, dtype, 0, bs, needed)]
-    else:
-        tiles = [_uniform_tile(queries, sight, dtype, i, i + 1, needed) for i in range(bs)]
+    order = places = None
+    parts = _parts(needed, max_padding)
+    if len(parts) > 1:
+        ranked = torch.tensor(needed).argsort(stable=True)
+        needed = sorted(needed)
+        parts = _parts(needed, max_padding)
+        queries = queries.pick(ranked)
+        order = (ranked.unsqueeze(1) * width + torch.arange(width)).flatten()
+        places = order.argsort()
+    tiles = [_uniform_tile(queries, sight, dtype, begin, end, needed) for begin, end in parts]
     # One float32 row per head is as fast as it gets.
     folds = group > 1 and group * width <= PREFILL_ROWS
     if folds and not (width == 1 and dtype == torch.float32):
         tiles = [_fold(tile, group) for tile in tiles]
-    return tiles
+    return Plan(tiles, order, places)
 
 
 def attend(
-    tile: Tile, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    plan: Plan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of one tile.
+    """Attention of one layer.
 
     Args:
-        tile: the rows.
-        query: ``[batch * width, Hq, D]``.
+        plan: the forward's tiles.
+        query: ``[rows, Hq, D]``.
         keys: ``[slots, Hk, D]``, the layer's whole K pool; Hq is a multiple of Hk.
         values: ``[slots, Hk, D]``.
         scale: factor on the scores.
 
     Returns:
-        ``[batch * width, Hq, D]``.
+        ``[rows, Hq, D]``.
     """
+    if plan.order is not None:
+        query = query.index_select(0, plan.order)
+    parts = [
+        _attend(
+            tile,
+            query[tile.first_row : tile.first_row + tile.batch * tile.width],
+            keys,
+            values,
+            scale,
+        )
+        for tile in plan.tiles
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out if plan.places is None else out.index_select(0, plan.places)
+
+
+def _attend(
+    tile: Tile, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one tile: ``[batch * width, Hq, D]`` in and out."""
     batch, width = tile.batch, tile.width
     if isinstance(tile.slots, slice):
         keys, values = keys[tile.slots], values[tile.slots]
@@ -157,6 +199,18 @@ def as_slice(slots: torch.Tensor) -> slice | torch.Tensor:
     if int(slots[-1]) == stop - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
         return slice(first, stop)
     return slots
+
+
+def _parts(needed: list[int], max_padding: float) -> list[tuple[int, int]]:
+    """Ranges of requests whose K/V may be padded to their longest."""
+    parts = []
+    begin = longest = total = 0
+    for i, rows in enumerate(needed):
+        longest, total = max(longest, rows), total + rows
+        if (i + 1 - begin) * longest > max_padding * total:
+            parts.append((begin, i))
+            begin, longest, total = i, rows, rows
+    return [*parts, (begin, len(needed))]
 
 
 def _fold(tile: Tile, group: int) -> Tile:

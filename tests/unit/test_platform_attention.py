@@ -96,19 +96,8 @@ def visible(queries: Queries, request: int, context: int, width: int, sight: Sig
 
 
 def run(case: Case, sight: Sight, **options: float) -> torch.Tensor:
-    """All tiles, in order."""
-    return torch.cat(
-        [
-            attend(
-                tile,
-                case.query[tile.first_row : tile.first_row + tile.batch * tile.width],
-                case.keys,
-                case.values,
-                SCALE,
-            )
-            for tile in plan(case.queries, sight, case.query.dtype, **options)
-        ]
-    )
+    planned = plan(case.queries, sight, case.query.dtype, **options)
+    return attend(planned, case.query, case.keys, case.values, SCALE)
 
 
 def check(case: Case, sight: Sight) -> None:
@@ -182,7 +171,7 @@ def test_prefill_longer_than_a_tile(sight: Sight, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiles, "PREFILL_ROWS", 16)
     case = make_case([21, 0], [70, 33])
     check(case, sight)
-    assert max(tile.width for tile in plan(case.queries, sight, torch.float32)) == 16
+    assert max(tile.width for tile in plan(case.queries, sight, torch.float32).tiles) == 16
 
 
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
@@ -226,17 +215,21 @@ def test_consecutive_slots_are_read_in_place() -> None:
         assert isinstance(as_slice(torch.tensor(slots)), torch.Tensor)
     table = torch.arange(100, dtype=torch.int32).view(1, 100)
     queries = Queries(table, torch.tensor([0]), torch.tensor([40]), [8])
-    (tile,) = plan(queries, CAUSAL, torch.float32)
+    (tile,) = plan(queries, CAUSAL, torch.float32).tiles
     assert tile.slots == slice(0, 48)
 
 
-def test_one_call_serves_the_batch_unless_padding_is_dear() -> None:
+def test_requests_of_similar_length_share_a_call() -> None:
+    def batches(queries: Queries, sight: Sight, **options: float) -> list[int]:
+        return [tile.batch for tile in plan(queries, sight, torch.float32, **options).tiles]
+
     even = make_case([40, 50, 60], [8] * 3).queries
-    assert [tile.batch for tile in plan(even, CAUSAL, torch.float32)] == [3]
-    ragged = make_case([600, 5, 5, 5], [8] * 4).queries
-    assert [tile.batch for tile in plan(ragged, CAUSAL, torch.float32)] == [1] * 4
+    assert batches(even, CAUSAL) == [3]
+    ragged = make_case([600, 5, 9, 5], [8] * 4).queries
+    assert batches(ragged, CAUSAL) == [3, 1]
+    assert batches(ragged, CAUSAL, max_padding=1) == [2, 1, 1]
     # The sliding window makes them equally long.
-    assert [tile.batch for tile in plan(ragged, Sight(True, 5), torch.float32)] == [4]
+    assert batches(ragged, Sight(True, 5)) == [4]
 
 
 def test_without_padding_a_row_does_not_depend_on_its_batch() -> None:
