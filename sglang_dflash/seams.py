@@ -129,6 +129,7 @@ PLATFORM_SEAMS: tuple[str, ...] = (
     "srt/layers/attention/attention_registry.py:register_attention_backend",
     "srt/layers/attention/base_attn_backend.py:AttentionBackend",
     "srt/layers/activation.py:SiluAndMul",
+    "srt/layers/quantization/unquant.py:UnquantizedEmbeddingMethod",
     "srt/layers/quantization/unquant.py:UnquantizedLinearMethod",
     "srt/plugins/hook_registry.py:HookSource",
     "srt/layers/layernorm.py:RMSNorm",

@@ -36,6 +36,7 @@ from sglang_dflash.draft import Window, accept_any_dtype, draft, prepare, unwrap
 from sglang_dflash.invariants import ContextLedger, checks_enabled
 from sglang_dflash.kernels.accept import Accepted, accept
 from sglang_dflash.metrics import AcceptMonitor, describe_device, memory_statement
+from sglang_dflash.platforms.linear import greedy_tokens
 from sglang_dflash.proposal import ChainProposer, Proposal
 from sglang_dflash.sampling import choose
 from sglang_dflash.verify import Verified, verify
@@ -291,6 +292,9 @@ class DFlashWorker(DFlashWorkerV2):
 
         Safe for vocabulary-parallel and quantised heads. Returns ``[T]`` int64.
         """
+        tokens = greedy_tokens(self._head, hidden) if hidden.is_cpu else None
+        if tokens is not None:
+            return tokens
         return self._greedy_sample_from_vocab_parallel_head(
             hidden_states=hidden, lm_head=self._head
         )

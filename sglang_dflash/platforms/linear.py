@@ -2,17 +2,21 @@
 
 ``F.linear`` hands oneDNN a row-major weight, which it reads with strides that waste bandwidth.
 Laid out once, the 120 projections of a 135M Llama take 12 instead of 18 ms for up to 8 rows and
-18 instead of 27 ms for 64 (2 cores with AMX). float32 gains nothing for one row, and keeps
-``F.linear``.
+18 instead of 27 ms for 64 (2 cores with AMX), and its head of 49,152 tokens 1.5 instead of 3.1 ms
+for 8 rows (2 cores without). float32 gains nothing for one row, and keeps ``F.linear``.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import psutil
 import torch
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
 from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,28 @@ UPDATE_ERROR = (
 )
 
 
+class PackedWeight:
+    """A weight in blocked layout.
+
+    Args:
+        weight: ``[out, in]`` bfloat16.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., in] @ weight.T + bias``, as ``[..., out]``."""
+        rows = x.numel() // x.shape[-1]
+        padding = padded_rows(rows) - rows
+        if padding and x.dim() == 2:
+            return self._product(F.pad(x, (0, 0, 0, padding)), bias)[:rows]
+        return self._product(x, bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+
 class PackedLinearMethod(UnquantizedLinearMethod):
     """Applies one layer's weight from a blocked copy.
 
@@ -46,7 +72,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        self._weight = PackedWeight(weight)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -54,15 +80,42 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         """``x [..., in] @ weight.T + bias``, as ``[..., out]``."""
         if x.dtype != torch.bfloat16 or x.numel() == 0:
             return F.linear(x, layer.weight, bias)
-        rows = x.numel() // x.shape[-1]
-        padding = padded_rows(rows) - rows
-        if padding and x.dim() == 2:
-            x = F.pad(x, (0, 0, 0, padding))
-            return self._apply_packed(x, bias)[:rows]
-        return self._apply_packed(x, bias)
+        return self._weight.product(x, bias)
 
-    def _apply_packed(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+class PackedHeadMethod(UnquantizedEmbeddingMethod):
+    """Applies an LM head from a blocked copy; a tied embedding goes on reading its rows.
+
+    Args:
+        weight: ``[vocabulary, in]`` bfloat16.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._weight = PackedWeight(weight)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x [T, in] @ weight.T + bias``, as ``[T, vocabulary]`` in bfloat16."""
+        x = x.to(torch.bfloat16)
+        return self._weight.product(x, bias) if x.numel() else F.linear(x, layer.weight, bias)
+
+
+def greedy_tokens(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Likeliest token of each of ``[T, in]`` hidden states under a packed head.
+
+    Returns:
+        ``[T]`` int64; None when the head is not packed, or this rank has a part of it only.
+    """
+    shard = getattr(head, "shard_indices", None)
+    whole = getattr(head, "tp_size", 1) == 1 and (shard is None or not shard.num_added_elements)
+    if not whole or not isinstance(getattr(head, "quant_method", None), PackedHeadMethod):
+        return None
+    logits = head.quant_method.apply(head, hidden)
+    if shard is not None:
+        logits = logits[:, : shard.num_org_elements]
+    return logits.max(-1).indices
 
 
 def padded_rows(rows: int) -> int:
@@ -76,23 +129,27 @@ def padded_rows(rows: int) -> int:
 
 
 def pack_weights(model: torch.nn.Module) -> int:
-    """Serve a model's unquantised bfloat16 projections from blocked copies, if memory allows.
+    """Serve a model's unquantised bfloat16 weights from blocked copies, if memory allows.
 
     Args:
         model: a loaded SGLang model.
 
     Returns:
-        How many projections were switched.
+        How many projections were switched, a head included.
     """
-    layers = [
-        module
+    methods: dict[torch.nn.Module, type] = {
+        module: PackedLinearMethod
         for module in model.modules()
         if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
-        and module.weight.dtype == torch.bfloat16
-    ]
-    if not layers or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    }
+    head = getattr(model, "lm_head", None)
+    plain = type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod
+    if head is not None and plain and _plain_logits(model):
+        methods[head] = PackedHeadMethod
+    methods = {m: method for m, method in methods.items() if m.weight.dtype == torch.bfloat16}
+    if not methods or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
-    size = sum(layer.weight.nbytes for layer in layers)
+    size = sum(module.weight.nbytes for module in methods)
     free = psutil.virtual_memory().available
     if size > MEMORY_SHARE * free:
         logger.info(
@@ -101,9 +158,19 @@ def pack_weights(model: torch.nn.Module) -> int:
             free / 1e9,
         )
         return 0
-    for layer in layers:
-        layer.quant_method = PackedLinearMethod(layer.weight.data)
+    for module, method in methods.items():
+        module.quant_method = method(module.weight.data)
         # SGLang's weight updater refuses with this text.
-        layer._derived_weight_cache_error = UPDATE_ERROR
-    logger.info("%d projections in blocked layout (%.2f GB).", len(layers), size / 1e9)
-    return len(layers)
+        module._derived_weight_cache_error = UPDATE_ERROR  # type: ignore[assignment]
+    logger.info("%d projections in blocked layout (%.2f GB).", len(methods), size / 1e9)
+    return len(methods)
+
+
+def _plain_logits(model: torch.nn.Module) -> bool:
+    """Whether the launch leaves the precision of the head alone."""
+    processor: Any = getattr(model, "logits_processor", None)
+    return processor is not None and not (
+        processor.use_fp32_lm_head
+        or processor.use_fp32_lm_head_output
+        or processor.rl_on_policy_target is not None
+    )
