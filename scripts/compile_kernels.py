@@ -30,13 +30,19 @@ from typing import Any
 
 import torch
 import triton
-from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
+from sglang_dflash.kernels import accept, append_context, grow_tree, move_rows, prepare_block
 from sglang_dflash.kernels.layer_caches import LayerCaches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-MODULES: tuple[ModuleType, ...] = (prepare_block, accept, append_context, move_rows)
+MODULES: tuple[ModuleType, ...] = (
+    prepare_block,
+    accept,
+    append_context,
+    move_rows,
+    grow_tree,
+)
 LENGTHS = {"int32": torch.int32, "int64": torch.int64}
 POINTERS = {
     torch.int32: "*i32",
@@ -162,6 +168,20 @@ def move_rows_case(dtype: torch.dtype, heads: int, head_dim: int, rows: int, wid
     )
 
 
+def grow_tree_case(lengths: str, depths: int, candidates: int, rows: int, *, spine: bool) -> Case:
+    """Trees of 8 requests."""
+    ids = torch.zeros(8, depths, candidates, dtype=torch.int64)
+    length = torch.zeros(8, dtype=LENGTHS[lengths])
+    out = grow_tree.DraftTree.empty(8, rows, "cpu")
+    return Case(
+        "grow_tree",
+        f"D={depths} K={candidates} N={rows} {'spine' if spine else 'free'} {lengths}",
+        lambda: grow_tree.launch_grow_tree(
+            ids, ids.float(), ids[:, 0, 0], length, keep_spine=spine, spine_discount=0.0, out=out
+        ),
+    )
+
+
 def name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
@@ -190,6 +210,11 @@ def cases() -> list[Case]:
         move_rows_case(full, 3, 64, 16, 8),
         move_rows_case(torch.uint8, 8, 128, 128, 16),
         move_rows_case(bf16, 1, 576, 128, 128),
+        grow_tree_case("int64", 7, 8, 8, spine=True),
+        grow_tree_case("int64", 15, 8, 64, spine=True),
+        grow_tree_case("int32", 15, 8, 64, spine=False),
+        grow_tree_case("int64", 31, 16, 128, spine=True),
+        grow_tree_case("int64", 31, 16, 128, spine=False),
     ]
 
 

@@ -71,6 +71,7 @@ SEAMS: tuple[str, ...] = (
     "srt/speculative/dflash_utils.py:apply_dflash_simulated_acceptance",
     "srt/speculative/dflash_utils.py:apply_dflash_verify_logits_adjustments",
     "srt/speculative/dflash_utils.py:can_dflash_slice_qkv_weight",
+    "srt/speculative/dflash_utils.py:is_dense_head_weight",
     "srt/speculative/spec_sampling_mask.py:SpeculativeSamplingMaskCapture",
     "srt/speculative/spec_tp_sync.py:SpecTpSync.sync",
     "srt/speculative/spec_tp_sync.py:SpecTpSyncSite",

@@ -16,7 +16,10 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.dflash_utils import apply_dflash_simulated_acceptance
+from sglang.srt.speculative.dflash_utils import (
+    apply_dflash_simulated_acceptance,
+    is_dense_head_weight,
+)
 from sglang.srt.speculative.dflash_worker_v2 import (
     DFlashWorkerV2,
     _resolve_dflash_embedding_module,
@@ -30,6 +33,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 
+from sglang_dflash import provenance
 from sglang_dflash.arguments import launch_of, require_block_fits
 from sglang_dflash.commit import DraftContext, unsupported_reason
 from sglang_dflash.draft import Window, accept_any_dtype, draft, prepare, unwrapped_head
@@ -356,6 +360,29 @@ class DFlashWorker(DFlashWorkerV2):
                 "fused" if reason is None else f"written layer by layer ({reason})",
             )
             logger.info(memory_statement(self.model_runner, self.draft_model_runner))
+            self._warn_about_other_training()
+
+    def _warn_about_other_training(self) -> None:
+        """Say so when the drafter was made for another target or chat template."""
+        arguments, target = self.server_args, None
+        weights: list[Any] = [
+            getattr(module, "weight", None) for module in (self._head, self._embedding)
+        ]
+        if arguments.tp_size == 1 and all(map(is_dense_head_weight, weights)):
+            # SGLang pads the vocabulary.
+            vocabulary = self.target_worker.model_config.vocab_size
+            target = provenance.fingerprint(*(weight[:vocabulary] for weight in weights))
+        template = None
+        if arguments.chat_template is None:
+            template = provenance.template_hash(self.target_worker.tokenizer)
+        config = self.draft_model_runner.model_config.hf_config
+        for reason in provenance.mismatches(getattr(config, "training", None), target, template):
+            logger.warning(
+                "DFLASH: --speculative-draft-model-path=%s: %s Output is not affected, but expect "
+                "a low accept length.",
+                arguments.speculative_draft_model_path,
+                reason,
+            )
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -102,23 +101,6 @@ def export(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(model_card(shape, provenance), encoding="utf-8")
-
-
-def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of a tokenizer's chat template; None without one."""
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        return None
-    return hashlib.sha256(json.dumps(template).encode()).hexdigest()
-
-
-def fingerprint(head: torch.Tensor, embedding: torch.Tensor) -> str:
-    """A hash that tells two targets of one architecture apart, from rows of embedding and head."""
-    digest = hashlib.sha256()
-    for matrix in (embedding, head):
-        rows = matrix[:: max(1, len(matrix) // 64)].to("cpu", torch.float32).contiguous()
-        digest.update(rows.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def model_card(shape: dict[str, Any], provenance: dict[str, Any]) -> str:

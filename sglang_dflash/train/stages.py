@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash import provenance
 from sglang_dflash.train import export as exporting
 from sglang_dflash.train import generate as generating
 from sglang_dflash.train import records, state
@@ -185,10 +186,10 @@ def export(run: Run) -> Path:
     training, held = run.answers()
     file = run.config.folder / SCORES
     target = run.frozen_target()
-    provenance = {
+    made = {
         "target": run.config.target,
-        "target_fingerprint": exporting.fingerprint(target.head, target.embedding.weight),
-        "chat_template_sha256": exporting.template_hash(run.tokenizer),
+        "target_fingerprint": provenance.fingerprint(target.head, target.embedding.weight),
+        "chat_template_sha256": provenance.template_hash(run.tokenizer),
         "sequences": len(training),
         "held_out_sequences": len(held),
         "response_tokens": sum(len(record.output_ids) for record in training),
@@ -198,7 +199,7 @@ def export(run: Run) -> Path:
     }
     folder = run.config.folder / exporting.FOLDER
     dtype = getattr(torch, run.config.fit.dtype)
-    exporting.export(folder, run.shape, model.state_dict(), provenance, dtype)
+    exporting.export(folder, run.shape, model.state_dict(), made, dtype)
     return folder
 
 

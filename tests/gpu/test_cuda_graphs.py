@@ -12,6 +12,7 @@ import pytest
 import torch
 from sglang_dflash.kernels.accept import accept, accept_reference
 from sglang_dflash.kernels.append_context import append_context, append_context_reference
+from sglang_dflash.kernels.grow_tree import grow_tree, grow_tree_reference
 from sglang_dflash.kernels.move_rows import move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import prepare_block, prepare_block_reference
 
@@ -22,6 +23,7 @@ from tests.kernels.cases import (
     context_case,
     move_case,
     to,
+    tree_case,
 )
 
 SEEDS = range(1, 6)
@@ -80,6 +82,20 @@ def test_accept(branching):
         refill(static, case)
         graph.replay()
         parity.assert_equal(out, accept_reference(*case[:6], out=parity.accept_outputs(case)))
+
+
+@pytest.mark.parametrize("keep_spine", [False, True])
+def test_grow_tree(keep_spine):
+    cases = [tree_case(seed, 5, 15, 8, 64, keep_spine=keep_spine, grain=0.5) for seed in SEEDS]
+    options = {"keep_spine": keep_spine, "spine_discount": 0.0}
+    static = to(cases[0], "cuda")
+    out = parity.tree_outputs(static)
+    graph = captured(lambda: grow_tree(*static[:4], rows=64, **options, out=out))
+    for case in cases:
+        refill(static, case)
+        graph.replay()
+        wanted = grow_tree_reference(*case[:4], **options, out=parity.tree_outputs(case))
+        parity.assert_equal(out, wanted)
 
 
 @pytest.mark.parametrize("prefill", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels import parity
-from tests.kernels.cases import accept_case, block_case, context_case, move_case
+from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
 
 DEVICE = "cuda"
 BATCHES = (0, 1, 3, 17)
@@ -44,6 +44,26 @@ def test_accept(bs, rows):
             spare_width=seed % 3,
         )
         parity.check_accept(case, DEVICE)
+
+
+@pytest.mark.parametrize("bs", BATCHES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_grow_tree(bs, rows):
+    sweep = itertools.product(((7, 8), (15, 16), (31, 3)), (False, True), (0.0, 0.3), (0.0, 0.5))
+    for seed, ((depths, candidates), keep_spine, discount, grain) in enumerate(sweep):
+        case = tree_case(
+            seed,
+            bs,
+            depths,
+            candidates,
+            rows,
+            keep_spine=keep_spine,
+            spine_discount=discount,
+            grain=grain,
+            support=candidates if seed % 3 == 0 else None,
+            length_dtype=INTEGERS[seed % 2],
+        )
+        parity.check_tree(case, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

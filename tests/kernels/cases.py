@@ -300,3 +300,49 @@ def move_case(
         path=torch.tensor(paths, dtype=torch.int32).reshape(bs, width),
         accept_lengths=torch.tensor(counts, dtype=torch.int32),
     )
+
+
+class TreeCase(NamedTuple):
+    ids: torch.Tensor
+    log_q: torch.Tensor
+    anchors: torch.Tensor
+    lengths: torch.Tensor
+    rows: int
+    keep_spine: bool
+    spine_discount: float
+
+
+def tree_case(
+    seed: int,
+    bs: int,
+    depths: int,
+    candidates: int,
+    rows: int,
+    *,
+    keep_spine: bool = False,
+    spine_discount: float = 0.0,
+    grain: float = 0.0,
+    support: int | None = None,
+    sharpness: float = 2.0,
+    length_dtype: torch.dtype = torch.int64,
+) -> TreeCase:
+    """Marginals of ``bs`` requests; ``grain`` rounds them, so that scores tie, and past
+    ``support`` candidates of a depth (drawn up to it) there are none."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(bs, depths, candidates + 3, generator=generator)
+    log_q = logits.log_softmax(-1).sort(-1, descending=True).values[..., :candidates]
+    if grain:
+        log_q = (log_q / grain).round() * grain
+    if support is not None:
+        kept = torch.randint(1, support + 1, (bs, depths, 1), generator=generator)
+        log_q = log_q.masked_fill(torch.arange(candidates) >= kept, float("-inf"))
+    ids = torch.rand(bs, depths, 50, generator=generator).argsort(-1)[..., :candidates]
+    return TreeCase(
+        ids=ids.contiguous(),
+        log_q=log_q.contiguous(),
+        anchors=torch.randint(0, 150_000, (bs,), generator=generator),
+        lengths=torch.randint(0, 5000, (bs,), generator=generator).to(length_dtype),
+        rows=rows,
+        keep_spine=keep_spine,
+        spine_discount=spine_discount,
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from tests.kernels import parity, strategies
-from tests.kernels.cases import accept_case, move_case
+from tests.kernels.cases import accept_case, move_case, tree_case
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.fail("run with TRITON_INTERPRET=1 in the environment", pytrace=False)
@@ -44,3 +44,13 @@ def test_append_context(case):
 @example(move_case(0, 3, 33, 32, dense=True))
 def test_move_rows(case):
     parity.check_move_rows(case, "cpu")
+
+
+@settings(strategies.INTERPRETED, max_examples=25)
+@given(strategies.tree_cases())
+@example(tree_case(0, 2, 15, 8, 128))
+@example(tree_case(1, 2, 15, 8, 128, keep_spine=True, spine_discount=0.3))
+@example(tree_case(2, 3, 31, 16, 100, sharpness=0.0))
+@example(tree_case(3, 2, 4, 3, 128, support=2))
+def test_grow_tree(case):
+    parity.check_tree(case, "cpu")

@@ -7,11 +7,15 @@ bit sets, rope multiplies complex numbers, and rows are moved out of a snapshot.
 from __future__ import annotations
 
 import cmath
+import heapq
+import itertools
 import math
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from tests.kernels.cases import AcceptCase, BlockCase, ContextCase, MoveCase
+from tests.kernels.cases import AcceptCase, BlockCase, ContextCase, MoveCase, TreeCase
 
 
 def block(case: BlockCase) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -89,3 +93,64 @@ def moved(case: MoveCase) -> torch.Tensor:
             source = slots[int(case.path[request, depth])]
             after[:, slots[depth]] = before[:, source]
     return after
+
+
+class Node(NamedTuple):
+    """A node of a tree, by the ranks on its path."""
+
+    ranks: tuple[int, ...]
+    score: np.float32
+
+    @property
+    def on_spine(self) -> bool:
+        return not any(self.ranks)
+
+
+def extended(case: TreeCase, request: int, parent: Node, rank: int) -> Node:
+    """The child of a rank."""
+    edge = case.log_q[request, len(parent.ranks), rank].numpy()
+    if not parent.on_spine:
+        edge = edge - np.float32(case.spine_discount)
+    return Node((*parent.ranks, rank), parent.score + edge)
+
+
+def tree(case: TreeCase, request: int) -> list[Node]:
+    """The nodes of the best tree, root excluded, in the order a heap gives them."""
+    _, depths, candidates = case.ids.shape
+    root, budget = Node((), np.float32(0)), case.rows - 1
+    chosen: list[Node] = []
+    heap: list[tuple[float, int, Node, Node]] = []
+
+    def offer(order: int, parent: Node, rank: int) -> None:
+        if rank < candidates and len(parent.ranks) < depths:
+            node = extended(case, request, parent, rank)
+            if node.score > -np.inf:
+                heapq.heappush(heap, (-float(node.score), order, node, parent))
+
+    if case.keep_spine:
+        node = root
+        while len(chosen) < min(budget, depths):
+            parent, node = node, extended(case, request, node, 0)
+            chosen.append(node)
+            offer(2 * len(chosen) + 1, parent, 1)
+    else:
+        offer(0, root, 0)
+    while heap and len(chosen) < budget:
+        *_, node, parent = heapq.heappop(heap)
+        chosen.append(node)
+        offer(2 * len(chosen), node, 0)
+        offer(2 * len(chosen) + 1, parent, node.ranks[-1] + 1)
+    return chosen
+
+
+def all_nodes(case: TreeCase, request: int) -> list[Node]:
+    """Every node there is."""
+    _, depths, candidates = case.ids.shape
+    found: list[Node] = []
+    for depth in range(1, depths + 1):
+        for ranks in itertools.product(range(candidates), repeat=depth):
+            node = Node((), np.float32(0))
+            for rank in ranks:
+                node = extended(case, request, node, rank)
+            found.append(node)
+    return found

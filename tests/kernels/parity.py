@@ -8,6 +8,7 @@ from sglang_dflash.kernels.append_context import (
     append_context_reference,
     launch_append_context,
 )
+from sglang_dflash.kernels.grow_tree import DraftTree, grow_tree_reference, launch_grow_tree
 from sglang_dflash.kernels.move_rows import launch_move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import (
     DraftBlock,
@@ -15,7 +16,15 @@ from sglang_dflash.kernels.prepare_block import (
     prepare_block_reference,
 )
 
-from tests.kernels.cases import SENTINEL, AcceptCase, BlockCase, ContextCase, MoveCase, to
+from tests.kernels.cases import (
+    SENTINEL,
+    AcceptCase,
+    BlockCase,
+    ContextCase,
+    MoveCase,
+    TreeCase,
+    to,
+)
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 """Of keys, relative and absolute: sums differ in order, so that a rounding of the normed key (of
@@ -37,6 +46,14 @@ def accept_outputs(case: AcceptCase) -> Accepted:
     out = Accepted.empty(
         len(case.tokens), case.output_width, case.lengths.dtype, case.tokens.device
     )
+    for tensor in out:
+        tensor.fill_(-7)
+    return out
+
+
+def tree_outputs(case: TreeCase) -> DraftTree:
+    """Outputs full of a value that no correct result holds."""
+    out = DraftTree.empty(len(case.ids), case.rows, case.ids.device)
     for tensor in out:
         tensor.fill_(-7)
     return out
@@ -103,3 +120,10 @@ def check_move_rows(case: MoveCase, device: str) -> None:
     move_rows_reference(wanted, *case[1:])
     for actual, expected in zip(found.tensors, wanted.tensors, strict=True):
         assert torch.equal(actual.cpu(), expected)
+
+
+def check_tree(case: TreeCase, device: str) -> None:
+    options = {"keep_spine": case.keep_spine, "spine_discount": case.spine_discount}
+    on_device = to(case, device)
+    found = launch_grow_tree(*on_device[:4], **options, out=tree_outputs(on_device))
+    assert_equal(found, grow_tree_reference(*case[:4], **options, out=tree_outputs(case)))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import accept_case, block_case, context_case, move_case
+from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
 
 PROPERTY = settings(deadline=None, max_examples=150, derandomize=True)
 """The same examples in every run: a failure here is never a flake."""
@@ -81,4 +81,22 @@ def move_cases(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])),
         slot_dtype=draw(INTEGERS),
         dense=draw(st.booleans()),
+    )
+
+
+@st.composite
+def tree_cases(draw):
+    candidates = draw(st.integers(1, 8) | st.just(16))
+    return tree_case(
+        draw(SEEDS),
+        draw(BATCHES),
+        draw(st.integers(1, 9) | st.sampled_from([15, 31])),
+        candidates,
+        draw(ROWS),
+        keep_spine=draw(st.booleans()),
+        spine_discount=draw(st.sampled_from([0.0, 0.25, 3.0])),
+        grain=draw(st.sampled_from([0.0, 0.0, 0.5, 4.0])),
+        support=draw(st.sampled_from([None, None, 1, candidates])),
+        sharpness=draw(st.sampled_from([0.0, 0.5, 2.0, 6.0])),
+        length_dtype=draw(INTEGERS),
     )

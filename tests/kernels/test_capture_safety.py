@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_dflash.kernels import accept, append_context, move_rows, prepare_block
+from sglang_dflash.kernels import accept, append_context, grow_tree, move_rows, prepare_block
 from torch.overrides import TorchFunctionMode
 
 from tests.kernels import parity
-from tests.kernels.cases import accept_case, block_case, context_case, move_case
+from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
 
 HOST_METADATA = {
     f"Tensor.{name}"
@@ -87,12 +87,19 @@ def move_rows_call() -> Callable[[], object]:
     return lambda: move_rows.move_rows(caches, case.slots, case.path, case.accept_lengths)
 
 
+def grow_tree_call() -> Callable[[], object]:
+    case = tree_case(0, 3, 7, 4, 70)
+    out = parity.tree_outputs(case)
+    return lambda: grow_tree.grow_tree(*case[:4], rows=case.rows, out=out)
+
+
 CALLS = [
     pytest.param(prepare_block, prepare_block_call(), id="prepare_block"),
     pytest.param(accept, accept_call(), id="accept"),
     pytest.param(append_context, append_context_call(prefill=False), id="append_context"),
     pytest.param(append_context, append_context_call(prefill=True), id="append_context-prefill"),
     pytest.param(move_rows, move_rows_call(), id="move_rows"),
+    pytest.param(grow_tree, grow_tree_call(), id="grow_tree"),
 ]
 
 

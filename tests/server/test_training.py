@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,7 @@ def test_the_served_accept_length_is_the_scored_one(
         server = serve(pair, *map(str, flags))
         responses = server.generate(asked, concurrency=8, max_new_tokens=TOKENS)
         served[worker] = accept_length(responses)
+        assert "it was trained" not in server.log_tail(2000)
         server.stop()
     answers = [
         Record(prompt, response["output_ids"], "served")
@@ -93,3 +95,17 @@ def test_the_served_accept_length_is_the_scored_one(
     assert scored > 1.3
     assert served["ours"] == pytest.approx(scored, rel=0.03), served
     assert served["sglang's"] == pytest.approx(scored, rel=0.03), served
+
+
+def test_a_drafter_of_another_target_and_template_is_named_at_the_start(
+    trained: tuple[Path, float], serve: ServerFactory, tmp_path: Path
+) -> None:
+    run = stages.Run(training_file.load(trained[0]))
+    drafter = shutil.copytree(run.config.folder / "drafter", tmp_path / "drafter")
+    config = json.loads((drafter / "config.json").read_text())
+    config["training"] |= {"target_fingerprint": "0", "chat_template_sha256": "0", "target": "T"}
+    (drafter / "config.json").write_text(json.dumps(config))
+    log = serve(TinyPair(Path(run.config.target), drafter)).log_tail(2000)
+    named = f"--speculative-draft-model-path={drafter}: it was trained"
+    assert f"{named} for another target (T;" in log
+    assert f"{named} with another chat template" in log
