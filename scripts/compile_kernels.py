@@ -30,7 +30,15 @@ from typing import Any
 
 import torch
 import triton
-from sglang_dflash.kernels import accept, append_context, grow_tree, move_rows, prepare_block
+from sglang_dflash.kernels import (
+    accept,
+    append_context,
+    grow_tree,
+    merge_topk,
+    move_rows,
+    prepare_block,
+    topk,
+)
 from sglang_dflash.kernels.layer_caches import LayerCaches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -41,6 +49,8 @@ MODULES: tuple[ModuleType, ...] = (
     accept,
     append_context,
     move_rows,
+    topk,
+    merge_topk,
     grow_tree,
 )
 LENGTHS = {"int32": torch.int32, "int64": torch.int64}
@@ -168,6 +178,27 @@ def move_rows_case(dtype: torch.dtype, heads: int, head_dim: int, rows: int, wid
     )
 
 
+def topk_case(dtype: torch.dtype, vocabulary: int, candidates: int) -> Case:
+    """The drafted rows of 2 requests."""
+    out = topk.TopK.empty(30, topk.slices_of(vocabulary), candidates, "cpu")
+    return Case(
+        "topk",
+        f"{name(dtype)} V={vocabulary} K={candidates}",
+        lambda: topk.launch_topk(torch.zeros(30, vocabulary, dtype=dtype), first_id=0, out=out),
+    )
+
+
+def merge_topk_case(slices: int, candidates: int) -> Case:
+    """The drafted rows of 2 requests."""
+    best = topk.TopK.empty(30, slices, candidates, "cpu")
+    out = merge_topk.Candidates.empty(30, candidates, "cpu")
+    return Case(
+        "merge_topk",
+        f"P={slices} K={candidates}",
+        lambda: merge_topk.launch_merge_topk(best, out=out),
+    )
+
+
 def grow_tree_case(lengths: str, depths: int, candidates: int, rows: int, *, spine: bool) -> Case:
     """Trees of 8 requests."""
     ids = torch.zeros(8, depths, candidates, dtype=torch.int64)
@@ -210,6 +241,10 @@ def cases() -> list[Case]:
         move_rows_case(full, 3, 64, 16, 8),
         move_rows_case(torch.uint8, 8, 128, 128, 16),
         move_rows_case(bf16, 1, 576, 128, 128),
+        topk_case(bf16, 49_152, 8),
+        topk_case(full, 151_936, 16),
+        merge_topk_case(12, 8),
+        merge_topk_case(38, 16),
         grow_tree_case("int64", 7, 8, 8, spine=True),
         grow_tree_case("int64", 15, 8, 64, spine=True),
         grow_tree_case("int32", 15, 8, 64, spine=False),

@@ -13,14 +13,17 @@ import torch
 from sglang_dflash.kernels.accept import accept, accept_reference
 from sglang_dflash.kernels.append_context import append_context, append_context_reference
 from sglang_dflash.kernels.grow_tree import grow_tree, grow_tree_reference
+from sglang_dflash.kernels.merge_topk import merge_topk, merge_topk_reference
 from sglang_dflash.kernels.move_rows import move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import prepare_block, prepare_block_reference
+from sglang_dflash.kernels.topk import topk, topk_reference
 
 from tests.kernels import parity
 from tests.kernels.cases import (
     accept_case,
     block_case,
     context_case,
+    logits_case,
     move_case,
     to,
     tree_case,
@@ -82,6 +85,22 @@ def test_accept(branching):
         refill(static, case)
         graph.replay()
         parity.assert_equal(out, accept_reference(*case[:6], out=parity.accept_outputs(case)))
+
+
+def test_topk_and_merge_topk():
+    cases = [logits_case(seed, 21, 9000, 8, 3, dtype=torch.bfloat16) for seed in SEEDS]
+    static = to(cases[0], "cuda")
+    best, out = parity.topk_outputs(static), parity.candidates_outputs(static)
+    graph = captured(lambda: merge_topk(topk(static.logits, 8, out=best), 8, out=out))
+    for case in cases:
+        refill(static, case)
+        graph.replay()
+        wanted = merge_topk_reference(
+            topk_reference(case.logits, first_id=0, out=parity.topk_outputs(case)),
+            out=parity.candidates_outputs(case),
+        )
+        assert torch.equal(out.ids.cpu(), wanted.ids)
+        torch.testing.assert_close(out.log_q.cpu(), wanted.log_q, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep_spine", [False, True])

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from tests.kernels import parity
-from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
+from tests.kernels.cases import (
+    accept_case,
+    block_case,
+    context_case,
+    logits_case,
+    move_case,
+    tree_case,
+)
 
 DEVICE = "cuda"
 BATCHES = (0, 1, 3, 17)
@@ -44,6 +51,26 @@ def test_accept(bs, rows):
             spare_width=seed % 3,
         )
         parity.check_accept(case, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("columns", "slices"), [(7, 1), (600, 5), (49_152, 12), (151_936, 38)])
+def test_topk_and_merge_topk(dtype, columns, slices):
+    sweep = itertools.product(BATCHES, (1, 8, 16), (0.0, 1.0), (None, 5))
+    for seed, (rows, candidates, grain, support) in enumerate(sweep):
+        case = logits_case(
+            seed,
+            rows,
+            columns,
+            candidates,
+            slices,
+            first_id=(0, 75_000)[seed % 2],
+            grain=grain,
+            support=support,
+            dtype=dtype,
+        )
+        parity.check_topk(case, DEVICE)
+        parity.check_merge_topk(case, DEVICE)
 
 
 @pytest.mark.parametrize("bs", BATCHES)

@@ -346,3 +346,34 @@ def tree_case(
         keep_spine=keep_spine,
         spine_discount=spine_discount,
     )
+
+
+class LogitsCase(NamedTuple):
+    logits: torch.Tensor
+    candidates: int
+    slices: int
+    first_id: int
+
+
+def logits_case(
+    seed: int,
+    rows: int,
+    columns: int,
+    candidates: int,
+    slices: int,
+    *,
+    first_id: int = 0,
+    grain: float = 0.0,
+    support: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LogitsCase:
+    """Logits of ``rows`` rows; ``grain`` rounds them, so that they tie, and all but ``support``
+    tokens of a row are -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(rows, columns, generator=generator)
+    if grain:
+        logits = (logits / grain).round() * grain
+    if support is not None:
+        order = torch.rand(rows, columns, generator=generator).argsort(-1)
+        logits = logits.masked_fill(order >= support, float("-inf"))
+    return LogitsCase(logits.to(dtype), candidates, slices, first_id)

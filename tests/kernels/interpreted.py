@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.kernels import parity, strategies
-from tests.kernels.cases import accept_case, move_case, tree_case
+from tests.kernels.cases import accept_case, logits_case, move_case, tree_case
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.fail("run with TRITON_INTERPRET=1 in the environment", pytrace=False)
@@ -54,3 +54,17 @@ def test_move_rows(case):
 @example(tree_case(3, 2, 4, 3, 128, support=2))
 def test_grow_tree(case):
     parity.check_tree(case, "cpu")
+
+
+@strategies.INTERPRETED
+@given(strategies.logits_cases())
+@example(logits_case(0, 2, 9000, 8, 3, grain=1.0))
+def test_topk(case):
+    parity.check_topk(case, "cpu")
+
+
+@strategies.INTERPRETED
+@given(strategies.logits_cases())
+@example(logits_case(0, 2, 9000, 16, 37))
+def test_merge_topk(case):
+    parity.check_merge_topk(case, "cpu")

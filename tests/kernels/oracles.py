@@ -15,7 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tests.kernels.cases import AcceptCase, BlockCase, ContextCase, MoveCase, TreeCase
+from tests.kernels.cases import (
+    AcceptCase,
+    BlockCase,
+    ContextCase,
+    LogitsCase,
+    MoveCase,
+    TreeCase,
+)
 
 
 def block(case: BlockCase) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -154,3 +161,15 @@ def all_nodes(case: TreeCase, request: int) -> list[Node]:
                 node = extended(case, request, node, rank)
             found.append(node)
     return found
+
+
+def likeliest(case: LogitsCase, row: int) -> list[tuple[int, float]]:
+    """The candidates of a row, likeliest first, the lower id first among equals."""
+    logits = case.logits[row].double().tolist()
+    alive = [(logit, column) for column, logit in enumerate(logits) if logit > -math.inf]
+    if not alive:
+        return []
+    largest = max(logit for logit, _ in alive)
+    lse = largest + math.log(sum(math.exp(logit - largest) for logit, _ in alive))
+    best = sorted(alive, key=lambda found: (-found[0], found[1]))[: case.candidates]
+    return [(case.first_id + column, logit - lse) for logit, column in best]

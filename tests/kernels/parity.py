@@ -9,18 +9,25 @@ from sglang_dflash.kernels.append_context import (
     launch_append_context,
 )
 from sglang_dflash.kernels.grow_tree import DraftTree, grow_tree_reference, launch_grow_tree
+from sglang_dflash.kernels.merge_topk import (
+    Candidates,
+    launch_merge_topk,
+    merge_topk_reference,
+)
 from sglang_dflash.kernels.move_rows import launch_move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import (
     DraftBlock,
     launch_prepare_block,
     prepare_block_reference,
 )
+from sglang_dflash.kernels.topk import TopK, launch_topk, topk_reference
 
 from tests.kernels.cases import (
     SENTINEL,
     AcceptCase,
     BlockCase,
     ContextCase,
+    LogitsCase,
     MoveCase,
     TreeCase,
     to,
@@ -56,6 +63,22 @@ def tree_outputs(case: TreeCase) -> DraftTree:
     out = DraftTree.empty(len(case.ids), case.rows, case.ids.device)
     for tensor in out:
         tensor.fill_(-7)
+    return out
+
+
+def topk_outputs(case: LogitsCase) -> TopK:
+    """Outputs full of a value that no correct result holds."""
+    out = TopK.empty(len(case.logits), case.slices, case.candidates, case.logits.device)
+    for tensor in out:
+        tensor.fill_(77)
+    return out
+
+
+def candidates_outputs(case: LogitsCase) -> Candidates:
+    """Outputs full of a value that no correct result holds."""
+    out = Candidates.empty(len(case.logits), case.candidates, case.logits.device)
+    for tensor in out:
+        tensor.fill_(77)
     return out
 
 
@@ -127,3 +150,21 @@ def check_tree(case: TreeCase, device: str) -> None:
     on_device = to(case, device)
     found = launch_grow_tree(*on_device[:4], **options, out=tree_outputs(on_device))
     assert_equal(found, grow_tree_reference(*case[:4], **options, out=tree_outputs(case)))
+
+
+def check_topk(case: LogitsCase, device: str) -> None:
+    on_device = to(case, device)
+    found = launch_topk(on_device.logits, first_id=case.first_id, out=topk_outputs(on_device))
+    wanted = topk_reference(case.logits, first_id=case.first_id, out=topk_outputs(case))
+    assert torch.equal(found.keys.cpu(), wanted.keys)
+    torch.testing.assert_close(found.lse.cpu(), wanted.lse, rtol=1e-6, atol=1e-5)
+
+
+def check_merge_topk(case: LogitsCase, device: str) -> None:
+    best = topk_reference(case.logits, first_id=case.first_id, out=topk_outputs(case))
+    found = launch_merge_topk(to(best, device), out=candidates_outputs(to(case, device)))
+    wanted = merge_topk_reference(best, out=candidates_outputs(case))
+    assert torch.equal(found.ids.cpu(), wanted.ids)
+    assert torch.equal(found.keys.cpu(), wanted.keys)
+    for actual, expected in ((found.log_q, wanted.log_q), (found.lse, wanted.lse)):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-6, atol=1e-5)

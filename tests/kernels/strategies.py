@@ -6,7 +6,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
+from tests.kernels.cases import (
+    accept_case,
+    block_case,
+    context_case,
+    logits_case,
+    move_case,
+    tree_case,
+)
 
 PROPERTY = settings(deadline=None, max_examples=150, derandomize=True)
 """The same examples in every run: a failure here is never a flake."""
@@ -99,4 +106,20 @@ def tree_cases(draw):
         support=draw(st.sampled_from([None, None, 1, candidates])),
         sharpness=draw(st.sampled_from([0.0, 0.5, 2.0, 6.0])),
         length_dtype=draw(INTEGERS),
+    )
+
+
+@st.composite
+def logits_cases(draw):
+    columns = draw(st.integers(1, 600))
+    return logits_case(
+        draw(SEEDS),
+        draw(BATCHES),
+        columns,
+        draw(st.integers(1, 16)),
+        draw(st.integers(1, 5)),
+        first_id=draw(st.sampled_from([0, 1, 75_000])),
+        grain=draw(st.sampled_from([0.0, 1.0, 8.0])),
+        support=draw(st.sampled_from([None, None, 0, 1, 5])),
+        dtype=draw(FLOATS),
     )

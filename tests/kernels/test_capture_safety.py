@@ -14,11 +14,26 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_dflash.kernels import accept, append_context, grow_tree, move_rows, prepare_block
+from sglang_dflash.kernels import (
+    accept,
+    append_context,
+    grow_tree,
+    merge_topk,
+    move_rows,
+    prepare_block,
+    topk,
+)
 from torch.overrides import TorchFunctionMode
 
 from tests.kernels import parity
-from tests.kernels.cases import accept_case, block_case, context_case, move_case, tree_case
+from tests.kernels.cases import (
+    accept_case,
+    block_case,
+    context_case,
+    logits_case,
+    move_case,
+    tree_case,
+)
 
 HOST_METADATA = {
     f"Tensor.{name}"
@@ -93,12 +108,26 @@ def grow_tree_call() -> Callable[[], object]:
     return lambda: grow_tree.grow_tree(*case[:4], rows=case.rows, out=out)
 
 
+def topk_call() -> Callable[[], object]:
+    case = logits_case(0, 3, 50, 4, 2)
+    out = parity.topk_outputs(case)
+    return lambda: topk.topk(case.logits, 4, out=out)
+
+
+def merge_topk_call() -> Callable[[], object]:
+    case = logits_case(0, 3, 50, 4, 2)
+    best, out = parity.topk_outputs(case), parity.candidates_outputs(case)
+    return lambda: merge_topk.merge_topk(best, 4, out=out)
+
+
 CALLS = [
     pytest.param(prepare_block, prepare_block_call(), id="prepare_block"),
     pytest.param(accept, accept_call(), id="accept"),
     pytest.param(append_context, append_context_call(prefill=False), id="append_context"),
     pytest.param(append_context, append_context_call(prefill=True), id="append_context-prefill"),
     pytest.param(move_rows, move_rows_call(), id="move_rows"),
+    pytest.param(topk, topk_call(), id="topk"),
+    pytest.param(merge_topk, merge_topk_call(), id="merge_topk"),
     pytest.param(grow_tree, grow_tree_call(), id="grow_tree"),
 ]
 

@@ -7,7 +7,10 @@ import json
 from tests.kernels.test_children import child
 
 ARCHITECTURES = {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
-OPERATIONS = {"prepare_block", "accept", "append_context", "move_rows", "grow_tree"}
+OPERATIONS = {
+    *("prepare_block", "accept", "append_context", "move_rows"),
+    *("topk", "merge_topk", "grow_tree"),
+}
 
 
 def test_every_kernel_compiles_for_every_architecture_without_spilling():
