@@ -10,15 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sglang_dflash.kernels.accept import accept
+from sglang_dflash.kernels.grow_tree import grow_tree
+from sglang_dflash.kernels.merge_topk import merge_topk
+from sglang_dflash.kernels.topk import topk
 from sglang_dflash.train import blocks
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.fit import autocast
 from sglang_dflash.train.model import DraftModel
 from sglang_dflash.train.records import Record
+
+NO_TOKEN = -1
+"""Where an answer has ended; no drafted token equals it."""
+
+
+class TreeShape(NamedTuple):
+    """How the tree of a block is grown; see :mod:`sglang_dflash.kernels.grow_tree`."""
+
+    rows: int
+    """Verify rows, root included."""
+    candidates: int = 8
+    """Tokens per position that may enter."""
+    keep_spine: bool = True
+    """Take the likeliest token of every position before anything else."""
+    spine_discount: float = 0.0
+    """Penalty in nats of every edge below a node that is off the spine."""
 
 
 @dataclass
@@ -91,6 +111,7 @@ def score(
     *,
     dtype: str = "bfloat16",
     rows: int = 256,
+    tree: TreeShape | None = None,
     advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Score]:
     """Accept lengths on answers the target gave at temperature 0.
@@ -101,6 +122,7 @@ def score(
         records: prompts with answers.
         dtype: of autocast, as served.
         rows: block rows computed at once; their logits stay in a CPU's caches.
+        tree: what is verified of a block; None is the chain of likeliest tokens.
         advance: told how many records are done.
 
     Returns:
@@ -108,7 +130,7 @@ def score(
     """
     scores: dict[str, Score] = {"all": Score()}
     for number, record in enumerate(records, 1):
-        lengths = accept_lengths(model, target, record, dtype, rows)
+        lengths = accept_lengths(model, target, record, dtype, rows, tree)
         one = Score()
         one.add(lengths, model.block_size)
         scores.setdefault(record.source, Score()).merge(one)
@@ -119,7 +141,12 @@ def score(
 
 @torch.no_grad()
 def accept_lengths(
-    model: DraftModel, target: FrozenTarget, record: Record, dtype: str, rows: int
+    model: DraftModel,
+    target: FrozenTarget,
+    record: Record,
+    dtype: str,
+    rows: int,
+    tree: TreeShape | None = None,
 ) -> list[int]:
     """Right drafted tokens at every position of an answer but the last."""
     device, size = target.device, model.block_size
@@ -137,7 +164,41 @@ def accept_lengths(
             hidden = model(target.embed(made.tokens), features, made.anchors)[0, :, 1:]
         # Two dimensions: torch would multiply block by block, reading the head anew for each.
         logits = hidden.flatten(0, 1).to(target.head.dtype) @ target.head.T
-        drafted = logits.argmax(-1).view(made.labels[0].shape)
-        right = (drafted == made.labels[0]) & made.labelled[0]
-        found += right.long().cumprod(-1).sum(-1).tolist()
+        labels = made.labels[0].masked_fill(~made.labelled[0], NO_TOKEN)
+        if tree is None:
+            right = logits.argmax(-1).view(labels.shape) == labels
+            found += right.long().cumprod(-1).sum(-1).tolist()
+        else:
+            found += right_in_tree(logits.unflatten(0, labels.shape), labels, tree).tolist()
     return found
+
+
+def right_in_tree(logits: torch.Tensor, labels: torch.Tensor, tree: TreeShape) -> torch.Tensor:
+    """How far the text can be followed in the tree of every block.
+
+    Args:
+        logits: ``[T, D, V]`` of the drafted positions.
+        labels: ``[T, D]`` int64 tokens of the text, :data:`NO_TOKEN` past its end.
+        tree: how the trees are grown.
+
+    Returns:
+        ``[T]`` int32 accepted drafted tokens.
+    """
+    count, depths = labels.shape
+    best = merge_topk(topk(logits.flatten(0, 1), tree.candidates), tree.candidates)
+    anywhere = labels.new_zeros(count)
+    grown = grow_tree(
+        best.ids.unflatten(0, (count, depths)),
+        best.log_q.unflatten(0, (count, depths)),
+        anywhere,
+        anywhere,
+        rows=tree.rows,
+        keep_spine=tree.keep_spine,
+        spine_discount=tree.spine_discount,
+    )
+    # After a row at depth d the text goes on with label d, whatever the row holds.
+    following = torch.nn.functional.pad(labels, (0, 1), value=NO_TOKEN)
+    choice = following.gather(1, grown.depths.long())
+    links = grown.parents, grown.depths, grown.ancestors
+    accepted = accept(grown.tokens, *links, choice, anywhere, output_width=depths + 1)
+    return accepted.accept_lengths - 1

@@ -11,7 +11,7 @@ from sglang_dflash.train.export import drafter_config
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.model import DraftModel
 from sglang_dflash.train.records import Record
-from sglang_dflash.train.score import Score, accept_lengths
+from sglang_dflash.train.score import NO_TOKEN, Score, TreeShape, accept_lengths, right_in_tree
 from tests.support.training import random_llama, training_config, write_records
 
 
@@ -69,6 +69,46 @@ def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: 
             right += 1
         want.append(right)
     assert got == want
+
+
+def right_tokens(text: list[list[int]], **shape: float) -> list[int]:
+    """Of blocks with marginals .6, .3, .1 over the tokens 5, 6, 7 at each of three positions."""
+    logits = torch.full((len(text), 3, 9), -30.0)
+    logits[:, :, 5:8] = torch.tensor([0.6, 0.3, 0.1]).log()
+    return right_in_tree(logits, torch.tensor(text), TreeShape(**shape)).tolist()
+
+
+def test_a_text_is_followed_through_the_tree() -> None:
+    # The best nodes: 5 (.6), 55 (.36), 6 (.3), 555 (.216), 56 and 65 (.18), ..
+    text = [[5, 5, 5], [6, 5, 5], [5, 6, 5], [7, 5, 5], [6, 5, NO_TOKEN], [8, 8, 8]]
+    assert right_tokens(text, rows=4, candidates=3) == [3, 0, 1, 0, 0, 0]
+    assert right_tokens(text, rows=4, candidates=3, keep_spine=False) == [2, 1, 1, 0, 1, 0]
+    assert right_tokens(text, rows=7, candidates=3) == [3, 2, 2, 0, 2, 0]
+    assert right_tokens(text, rows=128, candidates=2) == [3, 3, 3, 0, 2, 0]
+    assert right_tokens(text, rows=128, candidates=3) == [3, 3, 3, 3, 2, 0]
+
+
+def test_a_tree_of_the_spine_alone_scores_as_the_chain(tmp_path: Path) -> None:
+    target_folder = random_llama(tmp_path / "target")
+    data = write_records(tmp_path / "data.jsonl", 2)
+    config = training_config(tmp_path, target_folder, data)
+    target = FrozenTarget(str(target_folder), [0, 2], torch.float32, torch.device("cpu"))
+    shape = drafter_config(config, target.config)
+    shape["dflash_config"]["target_layer_ids"] = [0, 2]
+    torch.manual_seed(0)
+    model = DraftModel(shape).eval()
+    generator = torch.Generator().manual_seed(0)
+    answer = torch.randint(3, 20, (40,), generator=generator).tolist()
+    record = Record([3, 4, 5, 6], answer, "s")
+
+    def lengths(tree: TreeShape | None) -> list[int]:
+        return accept_lengths(model, target, record, "float32", 64, tree)
+
+    chain = lengths(None)
+    assert lengths(TreeShape(rows=model.block_size)) == chain
+    wide = lengths(TreeShape(rows=64))
+    assert all(one >= other for one, other in zip(wide, chain, strict=True))
+    assert sum(wide) > sum(chain)
 
 
 @pytest.mark.parametrize("tied", [True, False])
