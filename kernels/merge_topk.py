@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from sglang_dflash.kernels._launch import jit, next_power_of_two, tl
-from sglang_dflash.kernels.topk import NONE, TopK
+from sglang_dflash.kernels.topk import NONE, TopK, tokens_of
 
 
 class Candidates(NamedTuple):
@@ -55,9 +55,8 @@ def merge_topk_reference(best: TopK, *, out: Candidates) -> Candidates:
     out.keys.copy_(keys)
     torch.logsumexp(best.lse, dim=1, out=out.lse)
     none = keys == NONE
-    out.ids.copy_((0xFFFFFFFF - (keys & 0xFFFFFFFF)).masked_fill(none, 0))
-    monotone = (keys >> 32).to(torch.int32)
-    logits = (monotone ^ ((monotone >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    ids, logits = tokens_of(keys)
+    out.ids.copy_(ids.masked_fill(none, 0))
     out.log_q.copy_((logits - out.lse.unsqueeze(1)).masked_fill(none, float("-inf")))
     return out
 

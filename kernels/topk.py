@@ -48,8 +48,21 @@ class TopK(NamedTuple):
 def keys_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """``key(v)`` of float32 logits and int64 ids of one shape."""
     bits = (logits + 0.0).view(torch.int32)  # -0 equals 0
-    monotone = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return ((monotone << 32) | (0xFFFFFFFF - ids)).masked_fill(logits == float("-inf"), NONE)
+    return ((_flipped(bits).long() << 32) | (0xFFFFFFFF - ids)).masked_fill(
+        logits == float("-inf"), NONE
+    )
+
+
+def tokens_of(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and float32 logits behind keys, the inverse of :func:`keys_of`; those of :data:`NONE`
+    mean nothing."""
+    logits = _flipped((keys >> 32).to(torch.int32)).view(torch.float32)
+    return 0xFFFFFFFF - (keys & 0xFFFFFFFF), logits
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """A float's bits as an integer of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def topk_reference(logits: torch.Tensor, *, first_id: int, out: TopK) -> TopK:

@@ -29,6 +29,7 @@ from tests.kernels.cases import (
     ContextCase,
     LogitsCase,
     MoveCase,
+    T,
     TreeCase,
     to,
 )
@@ -38,48 +39,35 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 magnitude 6 at most) may tip over to the neighbouring value."""
 
 
-def block_outputs(case: BlockCase) -> DraftBlock:
+def filled(out: T) -> T:
     """Outputs full of a value that no correct result holds."""
-    out = DraftBlock.empty(
-        len(case.anchors), case.block_size, case.verify_rows, case.anchors.device
-    )
     for tensor in out:
         tensor.fill_(-7)
     return out
+
+
+def block_outputs(case: BlockCase) -> DraftBlock:
+    return filled(
+        DraftBlock.empty(len(case.anchors), case.block_size, case.verify_rows, case.anchors.device)
+    )
 
 
 def accept_outputs(case: AcceptCase) -> Accepted:
-    """Outputs full of a value that no correct result holds."""
-    out = Accepted.empty(
-        len(case.tokens), case.output_width, case.lengths.dtype, case.tokens.device
+    return filled(
+        Accepted.empty(len(case.tokens), case.output_width, case.lengths.dtype, case.tokens.device)
     )
-    for tensor in out:
-        tensor.fill_(-7)
-    return out
 
 
 def tree_outputs(case: TreeCase) -> DraftTree:
-    """Outputs full of a value that no correct result holds."""
-    out = DraftTree.empty(len(case.ids), case.rows, case.ids.device)
-    for tensor in out:
-        tensor.fill_(-7)
-    return out
+    return filled(DraftTree.empty(len(case.ids), case.rows, case.ids.device))
 
 
 def topk_outputs(case: LogitsCase) -> TopK:
-    """Outputs full of a value that no correct result holds."""
-    out = TopK.empty(len(case.logits), case.slices, case.candidates, case.logits.device)
-    for tensor in out:
-        tensor.fill_(77)
-    return out
+    return filled(TopK.empty(len(case.logits), case.slices, case.candidates, case.logits.device))
 
 
 def candidates_outputs(case: LogitsCase) -> Candidates:
-    """Outputs full of a value that no correct result holds."""
-    out = Candidates.empty(len(case.logits), case.candidates, case.logits.device)
-    for tensor in out:
-        tensor.fill_(77)
-    return out
+    return filled(Candidates.empty(len(case.logits), case.candidates, case.logits.device))
 
 
 def assert_equal(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:

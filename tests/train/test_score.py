@@ -40,8 +40,7 @@ def test_an_empty_answer_has_no_rounds() -> None:
     assert score.accept_length == 1.0
 
 
-@pytest.mark.parametrize("rows", [8, 4096])
-def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: int) -> None:
+def random_pair(tmp_path: Path) -> tuple[FrozenTarget, DraftModel]:
     target_folder = random_llama(tmp_path / "target")
     data = write_records(tmp_path / "data.jsonl", 2)
     config = training_config(tmp_path, target_folder, data)
@@ -50,6 +49,12 @@ def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: 
     shape["dflash_config"]["target_layer_ids"] = [0, 2]
     torch.manual_seed(0)
     model = DraftModel(shape).eval()
+    return target, model
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: int) -> None:
+    target, model = random_pair(tmp_path)
     record = Record([3, 4, 5, 6], [7, 7, 7, 8, 8, 8, 9, 9], "s")
     got = accept_lengths(model, target, record, "float32", rows)
 
@@ -89,14 +94,7 @@ def test_a_text_is_followed_through_the_tree() -> None:
 
 
 def test_a_tree_of_the_spine_alone_scores_as_the_chain(tmp_path: Path) -> None:
-    target_folder = random_llama(tmp_path / "target")
-    data = write_records(tmp_path / "data.jsonl", 2)
-    config = training_config(tmp_path, target_folder, data)
-    target = FrozenTarget(str(target_folder), [0, 2], torch.float32, torch.device("cpu"))
-    shape = drafter_config(config, target.config)
-    shape["dflash_config"]["target_layer_ids"] = [0, 2]
-    torch.manual_seed(0)
-    model = DraftModel(shape).eval()
+    target, model = random_pair(tmp_path)
     generator = torch.Generator().manual_seed(0)
     answer = torch.randint(3, 20, (40,), generator=generator).tolist()
     record = Record([3, 4, 5, 6], answer, "s")
