@@ -87,6 +87,9 @@ class Objective(Section):
 class Fit(Section):
     """The optimisation."""
 
+    start_from: str | None = None
+    """Folder of a drafter of the same shape whose weights to start from, such as an earlier run's
+    export or a published checkpoint; None starts from new ones."""
     steps: Positive | None = None
     """Optimiser steps; None runs ``epochs`` over the data."""
     epochs: Positive = 6

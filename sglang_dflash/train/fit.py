@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sglang_dflash.train import blocks, state
 from sglang_dflash.train.config import TrainConfig
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.features import FrozenTarget, RowCache
-from sglang_dflash.train.initialise import initialise
+from sglang_dflash.train.initialise import initialise, start_from
 from sglang_dflash.train.model import DraftModel
 from sglang_dflash.train.objective import SoftLabels, Weighting, block_loss, likeliest
 from sglang_dflash.train.optimizer import Optimizer
@@ -97,6 +98,8 @@ class Trainer:
         torch.manual_seed(self.settings.seed)
         model = DraftModel(shape)
         initialise(model, target)
+        if self.settings.start_from is not None:
+            start_from(model, Path(self.settings.start_from))
         self.model = model.to(self.device)
         self.wrapped: nn.Module = self.model
         if self.workers.count > 1:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.model import DraftModel, Layer
 
@@ -31,3 +35,27 @@ def initialise(model: DraftModel, target: FrozenTarget) -> None:
         assert isinstance(layer, Layer)
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
+
+
+def start_from(model: DraftModel, folder: Path) -> None:
+    """Take the weights of a drafter checkpoint, whatever dtype they were written in.
+
+    Args:
+        model: the drafter.
+        folder: holds ``*.safetensors`` under the published names.
+
+    Raises:
+        TrainError: there are none, or they are of another shape.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= load_file(file)
+        if not weights:
+            raise ValueError("it holds no *.safetensors")
+        model.load_state_dict(weights)
+    except Exception as error:
+        raise TrainError(
+            f"fit.start_from={folder}: {' '.join(str(error).split())[:400]}. Name the folder of a "
+            "drafter of the shape that the drafter section describes, or remove the key."
+        ) from error

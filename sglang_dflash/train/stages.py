@@ -187,13 +187,14 @@ def export(run: Run) -> Path:
     file = run.config.folder / SCORES
     target = run.frozen_target()
     made = {
-        "target": run.config.target,
+        "target": _public_name(run.config.target),
         "target_fingerprint": provenance.fingerprint(target.head, target.embedding.weight),
         "chat_template_sha256": provenance.template_hash(run.tokenizer),
         "sequences": len(training),
         "held_out_sequences": len(held),
         "response_tokens": sum(len(record.output_ids) for record in training),
         "steps": progress["step"],
+        "started_from": run.config.fit.start_from and _public_name(run.config.fit.start_from),
         "seed": run.config.fit.seed,
         "scores": json.loads(file.read_text(encoding="utf-8")) if file.exists() else None,
     }
@@ -201,6 +202,12 @@ def export(run: Run) -> Path:
     dtype = getattr(torch, run.config.fit.dtype)
     exporting.export(folder, run.shape, model.state_dict(), made, dtype)
     return folder
+
+
+def _public_name(target: str) -> str:
+    """A target's name as others may read it: of a local folder its last part."""
+    folder = Path(target)
+    return folder.resolve().name if folder.is_dir() else target
 
 
 def check_fit(path: str, target: Any, shape: dict[str, Any]) -> None:

@@ -61,6 +61,29 @@ def test_the_loss_falls_and_blocks_get_longer(
     assert sum(r.accept_length for r in last) > sum(r.accept_length for r in first) + 0.3
 
 
+def test_a_fit_goes_on_from_an_exported_drafter(tmp_path: Path, target: Path, data: Path) -> None:
+    keys = {"steps": 80, "dtype": "float32", "learning_rate": 0.01}
+    config = training_config(tmp_path / "first", target, data, fit=keys)
+    first, _ = fit(config)
+    drafter = stages.export(stages.Run(config))
+    keys |= {"steps": 10, "start_from": str(drafter), "muon_learning_rate": 0.001}
+    config = training_config(tmp_path / "second", target, data, fit=keys)
+    second, _ = fit(config)
+    assert second[0].loss == pytest.approx(first[-1].loss, rel=0.2)
+    written = json.loads((stages.export(stages.Run(config)) / "config.json").read_text())
+    assert written["training"]["started_from"] == drafter.name
+    other = training_config(
+        tmp_path / "other", target, data, fit=keys, drafter={"intermediate_size": 96}
+    )
+    with pytest.raises(TrainError, match=r"fit\.start_from=.*size mismatch"):
+        fit(other)
+    empty = training_config(
+        tmp_path / "empty", target, data, fit=keys | {"start_from": str(tmp_path)}
+    )
+    with pytest.raises(TrainError, match=r"fit\.start_from=.*holds no \*\.safetensors"):
+        fit(empty)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, target: Path, data: Path, optimizer: str
