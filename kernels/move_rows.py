@@ -33,14 +33,15 @@ def move_rows_reference(
     path: torch.Tensor,
     accept_lengths: torch.Tensor,
 ) -> None:
-    """The formula above in torch: gather every source, then scatter."""
-    depth = torch.arange(path.shape[1], dtype=path.dtype, device=path.device)
-    moved = (depth < accept_lengths.unsqueeze(1)) & (path != depth)
-    request, target_row = moved.nonzero(as_tuple=True)
-    if not len(request):
-        return
-    source = slots[request, path[request, target_row].long()].long()
-    target = slots[request, target_row].long()
+    """The formula above in torch: gather a source for every depth, then scatter.
+
+    A depth whose row stays is its own source, so nothing depends on how many rows move.
+    """
+    depths = path.shape[1]
+    depth = torch.arange(depths, dtype=path.dtype, device=path.device)
+    row = torch.where(depth < accept_lengths.unsqueeze(1), path, depth)
+    source = slots.gather(1, row.long()).flatten().long()
+    target = slots[:, :depths].flatten().long()
     for cache in caches.tensors:
         cache[target] = cache[source]
 

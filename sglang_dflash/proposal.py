@@ -12,6 +12,30 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflash.kernels.accept import ChainLinks, chain_links
+from sglang_dflash.kernels.grow_tree import grow_tree
+from sglang_dflash.kernels.merge_topk import Candidates
+
+
+class Links(NamedTuple):
+    """A tree as its first children and next siblings, -1 where there is none."""
+
+    first_child: torch.Tensor
+    """``[bs, N]`` int64."""
+    next_sibling: torch.Tensor
+    """``[bs, N]`` int64."""
+
+
+class TreeShape(NamedTuple):
+    """How the tree of a block is grown; see :mod:`sglang_dflash.kernels.grow_tree`."""
+
+    rows: int
+    """Verify rows, root included."""
+    candidates: int = 8
+    """Tokens per position that may enter."""
+    keep_spine: bool = True
+    """Take the likeliest token of every position before anything else."""
+    spine_discount: float = 0.0
+    """Penalty in nats of every edge below a node that is off the spine."""
 
 
 class Proposal(NamedTuple):
@@ -31,6 +55,11 @@ class Proposal(NamedTuple):
     """``[bs, N, W]`` int64 bit sets over rows, the row itself included."""
     is_chain: bool
     """True when every row is the only child of the row before it."""
+    positions: torch.Tensor | None = None
+    """``[bs, N]`` int64 positions of a tree's rows; None for a chain, whose rows follow one
+    another."""
+    links: Links | None = None
+    """How a grammar walks a tree; None for a chain."""
 
     @property
     def rows(self) -> int:
@@ -68,4 +97,48 @@ class ChainProposer:
             depths=depths.expand(bs, -1),
             ancestors=ancestors.expand(bs, -1, -1),
             is_chain=True,
+        )
+
+
+class TreeProposer:
+    """Turns the marginals of a block into the best tree under a budget of rows (arXiv 2604.12989).
+
+    Args:
+        shape: of every tree.
+    """
+
+    def __init__(self, shape: TreeShape):
+        self.shape = shape
+
+    def propose(
+        self, anchors: torch.Tensor, lengths: torch.Tensor, marginals: Candidates
+    ) -> Proposal:
+        """Grow the tree of every request.
+
+        Args:
+            anchors: ``[bs]`` int64, the last committed token of each request.
+            lengths: ``[bs]`` committed lengths, the positions of the anchors.
+            marginals: of ``bs * (B-1)`` drafted positions, request by request; K candidates each.
+
+        Returns:
+            A :class:`Proposal` with N = ``shape.rows`` rows, the spine first.
+        """
+        block = (anchors.shape[0], -1, marginals.ids.shape[1])
+        tree = grow_tree(
+            marginals.ids.view(block),
+            marginals.log_q.view(block),
+            anchors,
+            lengths,
+            rows=self.shape.rows,
+            keep_spine=self.shape.keep_spine,
+            spine_discount=self.shape.spine_discount,
+        )
+        return Proposal(
+            tokens=tree.tokens,
+            parents=tree.parents,
+            depths=tree.depths,
+            ancestors=tree.ancestors,
+            is_chain=False,
+            positions=tree.positions,
+            links=Links(tree.first_child, tree.next_sibling),
         )

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sglang_dflash.kernels.accept import accept
-from sglang_dflash.kernels.grow_tree import grow_tree
 from sglang_dflash.kernels.merge_topk import merge_topk
 from sglang_dflash.kernels.topk import topk
+from sglang_dflash.proposal import TreeProposer, TreeShape
 from sglang_dflash.train import blocks
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.fit import autocast
@@ -26,19 +26,6 @@ from sglang_dflash.train.records import Record
 
 NO_TOKEN = -1
 """Where an answer has ended; no drafted token equals it."""
-
-
-class TreeShape(NamedTuple):
-    """How the tree of a block is grown; see :mod:`sglang_dflash.kernels.grow_tree`."""
-
-    rows: int
-    """Verify rows, root included."""
-    candidates: int = 8
-    """Tokens per position that may enter."""
-    keep_spine: bool = True
-    """Take the likeliest token of every position before anything else."""
-    spine_discount: float = 0.0
-    """Penalty in nats of every edge below a node that is off the spine."""
 
 
 @dataclass
@@ -187,15 +174,7 @@ def right_in_tree(logits: torch.Tensor, labels: torch.Tensor, tree: TreeShape) -
     count, depths = labels.shape
     best = merge_topk(topk(logits.flatten(0, 1), tree.candidates), tree.candidates)
     anywhere = labels.new_zeros(count)
-    grown = grow_tree(
-        best.ids.unflatten(0, (count, depths)),
-        best.log_q.unflatten(0, (count, depths)),
-        anywhere,
-        anywhere,
-        rows=tree.rows,
-        keep_spine=tree.keep_spine,
-        spine_discount=tree.spine_discount,
-    )
+    grown = TreeProposer(tree).propose(anywhere, anywhere, best)
     # After a row at depth d the text goes on with label d, whatever the row holds.
     following = torch.nn.functional.pad(labels, (0, 1), value=NO_TOKEN)
     choice = following.gather(1, grown.depths.long())

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_dflash.proposal import TreeShape
 from sglang_dflash.train.export import drafter_config
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.model import DraftModel
 from sglang_dflash.train.records import Record
-from sglang_dflash.train.score import NO_TOKEN, Score, TreeShape, accept_lengths, right_in_tree
+from sglang_dflash.train.score import NO_TOKEN, Score, accept_lengths, right_in_tree
 from tests.support.training import random_llama, training_config, write_records
 
 
