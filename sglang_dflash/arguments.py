@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from sglang_dflash import checkpoint, compat, config, platforms
 from sglang_dflash.checkpoint import Drafter, Target
-from sglang_dflash.config import ConfigError, Loaded, Settings
+from sglang_dflash.config import MAX_CANDIDATES, MAX_ROWS, ConfigError, Loaded, Settings
+from sglang_dflash.kernels.grow_tree import MAX_DEPTH
 from sglang_dflash.weights import check_weights
 
 logger = logging.getLogger("sglang_dflash")
@@ -26,6 +27,10 @@ CONFIG_ATTRIBUTE = "_dflash_config_path"
 BLOCK_FLAGS = {
     "speculative_dflash_block_size": "--speculative-dflash-block-size",
     "speculative_num_draft_tokens": "--speculative-num-draft-tokens",
+}
+TREE_FLAGS = {
+    "tree_rows": "--speculative-num-draft-tokens",
+    "candidates": "--speculative-eagle-topk",
 }
 LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 CHECKED_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache")
@@ -137,22 +142,6 @@ UNSUPPORTED: tuple[Refusal, ...] = (
         f"drop the flag; {BLOCK_FLAGS['speculative_dflash_block_size']} sets how far to draft",
     ),
     Refusal(
-        "speculative_eagle_topk",
-        "above 1",
-        _above(1),
-        "trees are not supported in this version, which verifies one candidate per position",
-        "drop the flag",
-    ),
-    Refusal(
-        "speculative_num_draft_tokens",
-        f"other than {BLOCK_FLAGS['speculative_dflash_block_size']}, where both are given",
-        lambda value, args: None not in (value, args.speculative_dflash_block_size)
-        and value != args.speculative_dflash_block_size,
-        "trees are not supported in this version, and a chain verifies exactly the rows of its "
-        "block",
-        f"give only {BLOCK_FLAGS['speculative_dflash_block_size']}, or the same value to both",
-    ),
-    Refusal(
         "speculative_accept_threshold_single",
         "other than 1.0",
         _other_than(1.0),
@@ -245,6 +234,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     builtin_reason = _builtin_reason(loaded, drafter)
     refuse_unsupported(args, builtin=builtin_reason is not None)
     block_size, origin = chosen_block_size(args, loaded)
+    tree, tree_origins = chosen_tree(args, loaded)
     target = Target.of(args.model_path, model_config_of(server_args))
     if drafter is not None:
         check_drafter(args, drafter, target)
@@ -254,18 +244,27 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         if args.max_total_tokens is not None:
             # The scheduler reserves two windows ahead of every request.
             require_block_fits(2 * block_size, args.max_total_tokens, "--max-total-tokens")
+        # SGLang's own resolution knows chains only: it may see no width but the block's.
         declare_resolution(
             server_args,
             SOURCE,
             speculative_dflash_block_size=block_size,
             speculative_num_draft_tokens=block_size,
+            speculative_eagle_topk=1,
         )
     previous(server_args)
 
-    settings = loaded.settings.model_copy(
-        update={"block_size": int(args.speculative_num_draft_tokens)}
-    )
-    launch = Launch(settings, {**loaded.origins, "block_size": origin}, builtin_reason)
+    block_size = int(args.speculative_num_draft_tokens)
+    settings = loaded.settings.model_copy(update={**tree, "block_size": block_size})
+    origins = {**loaded.origins, **tree_origins, "block_size": origin}
+    launch = Launch(settings, origins, builtin_reason)
+    rows = verify_rows(args, launch)
+    if rows != block_size:
+        require_block_fits(rows, target.context_length, f"the context of {target.path}")
+        if args.max_total_tokens is not None:
+            require_block_fits(2 * rows, args.max_total_tokens, "--max-total-tokens")
+        # Reservations, request-table head-room and results follow the width of the verify pass.
+        declare_resolution(server_args, SOURCE, speculative_num_draft_tokens=rows)
     setattr(server_args, LAUNCH_ATTRIBUTE, launch)
 
 
@@ -311,6 +310,83 @@ def chosen_block_size(args: Any, loaded: Loaded) -> tuple[int | None, str]:
     if loaded.settings.block_size is not None:
         return loaded.settings.block_size, loaded.origins["block_size"]
     return None, "the drafter's config.json"
+
+
+def chosen_tree(args: Any, loaded: Loaded) -> tuple[dict[str, int], dict[str, str]]:
+    """The tree keys that SGLang's own flags set, and the flag of each.
+
+    ``--speculative-num-draft-tokens`` is the block where it stands alone, and the tree's rows
+    beside ``--speculative-dflash-block-size``.
+
+    Raises:
+        ValueError: a flag's value cannot be served.
+    """
+    found: dict[str, int] = {}
+    if args.speculative_eagle_topk is not None:
+        found["candidates"] = _within(args.speculative_eagle_topk, 1, MAX_CANDIDATES, "candidates")
+    block_size, rows = args.speculative_dflash_block_size, args.speculative_num_draft_tokens
+    if None not in (block_size, rows):
+        widest = max(MAX_ROWS, block_size)  # a chain may be longer than a tree is wide
+        found["tree_rows"] = _within(rows, 2, widest, "tree_rows")
+    return found, {key: TREE_FLAGS[key] for key in found}
+
+
+def _within(value: Any, low: int, high: int, key: str) -> int:
+    if not low <= value <= high:
+        raise ValueError(
+            f"DFLASH: {TREE_FLAGS[key]}={value} is not usable: {key} of a draft tree goes from "
+            f"{low} to {high}. Correct it, or drop the flag."
+        )
+    return int(value)
+
+
+def verify_rows(args: Any, launch: Launch) -> int:
+    """Rows of a request in one verify pass.
+
+    Raises:
+        ValueError: the tree asked for cannot be served.
+    """
+    settings, origins = launch.settings, launch.origins
+    block_size, tree = int(settings.block_size or 0), settings.tree_shape
+    if tree is None:
+        if settings.tree_rows is None and origins["candidates"] in TREE_FLAGS.values():
+            _refuse_tree(
+                origins,
+                {"candidates": settings.candidates} if settings.candidates > 1 else {},
+                "it is a tree's, and no tree is asked for",
+                "Set tree_rows too, or drop it",
+            )
+        return block_size
+    rows = {"tree_rows": tree.rows}
+    chain = "remove it to verify the block's chain"
+    if launch.builtin_reason is not None:
+        reason = f"SGLang's own worker serves this launch ({launch.builtin_reason})"
+        _refuse_tree(origins, rows, f"{reason}, and verifies chains only", f"Instead, {chain}")
+    if str(args.device).partition(":")[0] != "cpu":
+        reason = "trees are verified by this package's CPU platform only in this version"
+        _refuse_tree(origins, rows, reason, f"On {args.device}, {chain}")
+    if args.speculative_draft_window_size is not None:
+        reason = "--speculative-draft-window-size is not tested with trees"
+        _refuse_tree(origins, rows, reason, f"Drop one of the two: {chain}")
+    if tree.rows < block_size:
+        reason = f"a tree has at least the {block_size} rows of its block"
+        remedy = f"Set {block_size} or more, or a smaller block_size, or {chain}"
+        _refuse_tree(origins, rows, reason, remedy)
+    if block_size > MAX_DEPTH + 1:
+        reason = f"a tree is at most {MAX_DEPTH} deep, and the block drafts {block_size - 1} tokens"
+        _refuse_tree(origins, rows, reason, f"Set a smaller block_size, or {chain}")
+    if tree.candidates == 1 and tree.rows > block_size:
+        reason = f"one token per position fills only the {block_size} rows of the chain"
+        one = {"candidates": 1, **rows}
+        _refuse_tree(origins, one, reason, f"Set more candidates, or {chain}")
+    return tree.rows
+
+
+def _refuse_tree(origins: dict[str, str], values: dict[str, int], reason: str, remedy: str) -> None:
+    for key, value in values.items():
+        raise ValueError(
+            f"DFLASH: {key}={value} (from {origins[key]}) cannot be served: {reason}. {remedy}."
+        )
 
 
 def check_drafter(args: Any, drafter: Drafter, target: Target) -> None:

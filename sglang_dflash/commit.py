@@ -15,6 +15,56 @@ import torch
 from sglang.srt.speculative.dflash_utils import can_dflash_slice_qkv_weight
 
 from sglang_dflash.kernels.append_context import ContextCache, append_context, valid_rows
+from sglang_dflash.kernels.layer_caches import LayerCaches
+from sglang_dflash.kernels.move_rows import move_rows
+
+
+def along_path(rows: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Rows of the accepted path, one per output column.
+
+    Args:
+        rows: ``[bs*N, ..]`` by verify row.
+        path: ``[bs, D]`` int32 accepted rows, -1 past the end.
+
+    Returns:
+        ``[bs*D, ..]``; past the end of a path stands the request's root.
+    """
+    requests = len(path)
+    first = torch.arange(requests, device=path.device).unsqueeze(1) * (len(rows) // requests)
+    return rows[(first + path.clamp(min=0)).flatten()]
+
+
+class TargetCache:
+    """The target's K/V pool, where a tree's accepted rows move to the places of their positions.
+
+    Args:
+        pool: SGLang's K/V pool of the target.
+
+    Raises:
+        ValueError: it does not store K/V by token slot.
+    """
+
+    def __init__(self, pool: Any):
+        k_buffer, v_buffer = (getattr(pool, name, None) for name in ("k_buffer", "v_buffer"))
+        if not isinstance(k_buffer, list) or not isinstance(v_buffer, list):
+            raise ValueError(
+                f"DFLASH: tree_rows: the target keeps its K/V in a {type(pool).__name__}, whose "
+                "rows cannot be moved when a branch is accepted. Remove tree_rows to verify chains."
+            )
+        same = k_buffer[0].shape[1:] == v_buffer[0].shape[1:]
+        groups = [[*k_buffer, *v_buffer]] if same else [k_buffer, v_buffer]
+        self._caches = [LayerCaches(group) for group in groups]
+
+    def keep(self, slots: torch.Tensor, path: torch.Tensor, accept_lengths: torch.Tensor) -> None:
+        """Move the K/V of accepted rows to the front of their windows.
+
+        Args:
+            slots: ``[bs, N]`` slots of the verify rows in this pool.
+            path: ``[bs, D]`` int32 accepted rows.
+            accept_lengths: ``[bs]`` int32.
+        """
+        for caches in self._caches:
+            move_rows(caches, slots, path, accept_lengths)
 
 
 def unsupported_reason(draft_model: Any, pool: Any) -> str | None:

@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from sglang_dflash.kernels.merge_topk import Candidates
 from sglang_dflash.kernels.prepare_block import prepare_block
 
 if TYPE_CHECKING:
@@ -101,21 +102,25 @@ def prepare(worker: DFlashWorker, batch: ScheduleBatch) -> Window:
     return Window(anchors, lengths, lengths_bound, block.ids, block.positions, block.slots, plan)
 
 
-def draft(worker: DFlashWorker, batch: ScheduleBatch, window: Window) -> torch.Tensor:
-    """Run the block pass and take the likeliest token of every drafted position.
+def draft(worker: DFlashWorker, batch: ScheduleBatch, window: Window) -> torch.Tensor | Candidates:
+    """Run the block pass and take what the worker's proposer needs of every drafted position.
 
     Returns:
-        ``[bs, B-1]`` int64 drafted tokens for positions ``s+1 .. s+B-1``.
+        For chains ``[bs, B-1]`` int64 likeliest tokens at positions ``s+1 .. s+B-1``; for trees
+        ``bs * (B-1)`` rows of K candidates each.
     """
     bs, block_size = window.batch_size, worker.block_size
     forward_batch = _block_forward_batch(worker, batch, window)
     with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
         output = worker.draft_model_runner.forward(forward_batch)
-        if worker.draft_sampler is not None and output.can_run_graph:
+        if worker.tree is None and worker.draft_sampler is not None and output.can_run_graph:
             # The captured graph ends with the head's argmax into a static buffer.
             return worker.draft_sampler.out[: bs * (block_size - 1)].view(bs, block_size - 1)
         hidden = output.logits_output.hidden_states.view(bs, block_size, -1)
-        return worker.draft_argmax(hidden[:, 1:].flatten(0, 1)).view(bs, block_size - 1)
+        drafted = hidden[:, 1:].flatten(0, 1)
+        if worker.tree is not None:
+            return worker.draft_candidates(drafted, worker.tree.candidates)
+        return worker.draft_argmax(drafted).view(bs, block_size - 1)
 
 
 def _block_forward_batch(

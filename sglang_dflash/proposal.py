@@ -1,8 +1,8 @@
 """What the drafter proposes: the rows one verify pass of the target will check.
 
 Chain and tree share one structure. Row 0 is the anchor (the root); a parent always
-precedes its children. A chain is the proposal whose rows form a single path; it is
-verified causally, without a mask.
+precedes its children. A chain is the proposal whose rows form a single path; it has no
+links and is verified causally, without a mask.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_dflash.config import TreeShape
 from sglang_dflash.kernels.accept import ChainLinks, chain_links
 from sglang_dflash.kernels.grow_tree import grow_tree
 from sglang_dflash.kernels.merge_topk import Candidates
@@ -23,19 +24,6 @@ class Links(NamedTuple):
     """``[bs, N]`` int64."""
     next_sibling: torch.Tensor
     """``[bs, N]`` int64."""
-
-
-class TreeShape(NamedTuple):
-    """How the tree of a block is grown; see :mod:`sglang_dflash.kernels.grow_tree`."""
-
-    rows: int
-    """Verify rows, root included."""
-    candidates: int = 8
-    """Tokens per position that may enter."""
-    keep_spine: bool = True
-    """Take the likeliest token of every position before anything else."""
-    spine_discount: float = 0.0
-    """Penalty in nats of every edge below a node that is off the spine."""
 
 
 class Proposal(NamedTuple):
@@ -53,13 +41,10 @@ class Proposal(NamedTuple):
     """``[bs, N]`` int32 distance from the root; a row's position is ``length + depth``."""
     ancestors: torch.Tensor
     """``[bs, N, W]`` int64 bit sets over rows, the row itself included."""
-    is_chain: bool
-    """True when every row is the only child of the row before it."""
-    positions: torch.Tensor | None = None
-    """``[bs, N]`` int64 positions of a tree's rows; None for a chain, whose rows follow one
-    another."""
+    positions: torch.Tensor
+    """``[bs, N]`` int64, committed length + depth."""
     links: Links | None = None
-    """How a grammar walks a tree; None for a chain."""
+    """How a grammar walks a tree; None for a chain, whose rows follow one another."""
 
     @property
     def rows(self) -> int:
@@ -78,11 +63,14 @@ class ChainProposer:
     def __init__(self, block_size: int, device: torch.device | str):
         self._links: ChainLinks = chain_links(block_size, device=device)
 
-    def propose(self, anchors: torch.Tensor, drafted: torch.Tensor) -> Proposal:
+    def propose(
+        self, anchors: torch.Tensor, positions: torch.Tensor, drafted: torch.Tensor
+    ) -> Proposal:
         """Build the chain ``anchor, d_1 .. d_{B-1}`` of every request.
 
         Args:
             anchors: ``[bs]`` int64, the last committed token of each request.
+            positions: ``[bs, B]`` int64, the block's, from the anchor's on.
             drafted: ``[bs, B-1]`` int64, the argmax of the drafter's marginals (arXiv
                 2602.06036, one block pass; row k predicts the token at position s + k).
 
@@ -96,7 +84,7 @@ class ChainProposer:
             parents=parents.expand(bs, -1),
             depths=depths.expand(bs, -1),
             ancestors=ancestors.expand(bs, -1, -1),
-            is_chain=True,
+            positions=positions,
         )
 
 
@@ -111,24 +99,25 @@ class TreeProposer:
         self.shape = shape
 
     def propose(
-        self, anchors: torch.Tensor, lengths: torch.Tensor, marginals: Candidates
+        self, anchors: torch.Tensor, positions: torch.Tensor, drafted: Candidates
     ) -> Proposal:
         """Grow the tree of every request.
 
         Args:
             anchors: ``[bs]`` int64, the last committed token of each request.
-            lengths: ``[bs]`` committed lengths, the positions of the anchors.
-            marginals: of ``bs * (B-1)`` drafted positions, request by request; K candidates each.
+            positions: ``[bs, ..]`` int64, the first being the anchors'.
+            drafted: the marginals of ``bs * (B-1)`` drafted positions, request by request, as K
+                candidates each.
 
         Returns:
             A :class:`Proposal` with N = ``shape.rows`` rows, the spine first.
         """
-        block = (anchors.shape[0], -1, marginals.ids.shape[1])
+        block = (anchors.shape[0], -1, drafted.ids.shape[1])
         tree = grow_tree(
-            marginals.ids.view(block),
-            marginals.log_q.view(block),
+            drafted.ids.view(block),
+            drafted.log_q.view(block),
             anchors,
-            lengths,
+            positions[:, 0],
             rows=self.shape.rows,
             keep_spine=self.shape.keep_spine,
             spine_discount=self.shape.spine_discount,
@@ -138,7 +127,6 @@ class TreeProposer:
             parents=tree.parents,
             depths=tree.depths,
             ancestors=tree.ancestors,
-            is_chain=False,
             positions=tree.positions,
             links=Links(tree.first_child, tree.next_sibling),
         )

@@ -38,8 +38,8 @@ def choose(
     Args:
         worker: the speculative worker.
         batch: the decode batch, for its sampling parameters.
-        window: the step's positions; a seeded draw is keyed on them.
-        proposal: the verified rows.
+        window: the step's requests.
+        proposal: the verified rows; a seeded draw is keyed on their positions.
         verified: the target's logits over ``bs*N`` rows. They are adjusted in place (logit
             bias, custom processors, grammar mask), as they are without speculation.
 
@@ -60,7 +60,7 @@ def choose(
         if info is None or info.is_all_greedy:
             choice, site = logits.argmax(dim=-1), SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
         else:
-            choice = _sample_rows(worker, batch, window, proposal, verified)
+            choice = _sample_rows(worker, batch, proposal, verified)
             site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
     choice = choice.to(torch.int64).view(window.batch_size, proposal.rows)
     worker.tp_sync.sync(site, choice)
@@ -70,7 +70,6 @@ def choose(
 def _sample_rows(
     worker: DFlashWorker,
     batch: ScheduleBatch,
-    window: Window,
     proposal: Proposal,
     verified: Verified,
 ) -> torch.Tensor:
@@ -86,7 +85,7 @@ def _sample_rows(
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
-        positions=window.positions.reshape(-1),
+        positions=proposal.positions.reshape(-1),
     )
 
 

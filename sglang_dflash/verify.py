@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_dflash.worker import DFlashWorker
+
+
+@dataclass
+class DFlashTreeVerifyInput(DFlashVerifyInput):
+    """SGLang's verify input with rows that see the context and their own ancestors only."""
+
+    ancestors: torch.Tensor | None = None
+    """``[bs, N, W]`` int64 bit sets over the rows, as in a ``Proposal``."""
 
 
 class Verified(NamedTuple):
@@ -69,7 +78,7 @@ def verify(
         The target's output over ``bs*N`` rows, logits finalised on every TP rank.
     """
     # The copy of the drafted ids to the host must be queued ahead of the verify launch.
-    grammar_tree = GrammarTree.from_linear_chain(proposal.tokens) if batch.has_grammar else None
+    grammar_tree = _grammar_tree(proposal) if batch.has_grammar else None
     output = _forward_target(worker, batch, window, proposal)
     argmax = _finish_deferred_gather(worker, batch, output.logits_output)
     grammar_mask = None
@@ -84,17 +93,30 @@ def verify(
     return Verified(output, argmax, grammar_mask)
 
 
+def _grammar_tree(proposal: Proposal) -> GrammarTree:
+    if proposal.links is None:
+        return GrammarTree.from_linear_chain(proposal.tokens)
+    return GrammarTree.from_device(*proposal.links, proposal.tokens)
+
+
+def _verify_input(window: Window, proposal: Proposal) -> DFlashVerifyInput:
+    rows = {
+        "draft_token": proposal.tokens.reshape(-1),
+        "positions": proposal.positions.reshape(-1),
+        "draft_token_num": proposal.rows,
+        "capture_hidden_mode": CaptureHiddenMode.FULL,
+        "kv_loc_plan": window.plan,
+    }
+    if proposal.links is None:
+        return DFlashVerifyInput(**rows)
+    return DFlashTreeVerifyInput(**rows, ancestors=proposal.ancestors)
+
+
 def _forward_target(
     worker: DFlashWorker, batch: ScheduleBatch, window: Window, proposal: Proposal
 ) -> Any:
     dp_attention = get_parallel().attn_dp_enabled
-    verify_input = DFlashVerifyInput(
-        draft_token=proposal.tokens.reshape(-1),
-        positions=window.positions.reshape(-1),
-        draft_token_num=proposal.rows,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        kv_loc_plan=window.plan,
-    )
+    verify_input = _verify_input(window, proposal)
     batch.out_cache_loc = window.slots.reshape(-1)
     # Attention planning needs an upper bound of the lengths it will read, rows included;
     # the batch itself keeps its committed lengths.

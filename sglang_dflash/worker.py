@@ -15,6 +15,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_utils import (
     apply_dflash_simulated_acceptance,
@@ -35,13 +36,15 @@ from sglang.srt.speculative.spec_utils import (
 
 from sglang_dflash import provenance
 from sglang_dflash.arguments import launch_of, require_block_fits
-from sglang_dflash.commit import DraftContext, unsupported_reason
+from sglang_dflash.commit import DraftContext, TargetCache, along_path, unsupported_reason
 from sglang_dflash.draft import Window, accept_any_dtype, draft, prepare, unwrapped_head
+from sglang_dflash.head import DraftHead, Gather
 from sglang_dflash.invariants import ContextLedger, checks_enabled
 from sglang_dflash.kernels.accept import Accepted, accept
+from sglang_dflash.kernels.merge_topk import Candidates
 from sglang_dflash.metrics import AcceptMonitor, describe_device, memory_statement
 from sglang_dflash.platforms.linear import greedy_tokens
-from sglang_dflash.proposal import ChainProposer, Proposal
+from sglang_dflash.proposal import ChainProposer, Proposal, TreeProposer
 from sglang_dflash.sampling import choose
 from sglang_dflash.verify import Verified, verify
 
@@ -59,22 +62,34 @@ class DFlashWorker(DFlashWorkerV2):
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
-        super().__init__(
-            server_args=server_args,
-            gpu_id=gpu_id,
-            nccl_port=nccl_port,
-            target_worker=target_worker,
-        )
-        accept_any_dtype(self.draft_model)
         settings = launch_of(server_args).settings
-        self.verify_rows: int = self.block_size
-        self._proposer = ChainProposer(self.block_size, self.device)
+        # SGLang knows one width, that of a verify pass. Its base class takes it for the block's.
+        with get_spec().override(speculative_num_draft_tokens=settings.block_size):
+            super().__init__(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_worker=target_worker,
+            )
+        accept_any_dtype(self.draft_model)
+        self.tree = settings.tree_shape
+        self.verify_rows: int = self.tree.rows if self.tree else self.block_size
+        self._proposer: ChainProposer | TreeProposer = (
+            TreeProposer(self.tree) if self.tree else ChainProposer(self.block_size, self.device)
+        )
+        if self.tree and self._need_mamba_verify_commit:
+            raise ValueError(
+                f"DFLASH: tree_rows={self.tree.rows}: this target has recurrent layers, whose "
+                "state follows one path, not a tree. Remove tree_rows to verify chains."
+            )
         target_model = target_worker.model_runner.model
         self._head = unwrapped_head(target_model)
+        self._draft_head = DraftHead(self._head, _gather_of(self._head))
         self._embedding = unwrap_lora_layer(
             _resolve_dflash_embedding_module(self.draft_model, target_model)
         )
         self._context: DraftContext | None = None
+        self._target_cache: TargetCache | None = None
         self._ledger: ContextLedger | None = None
         self._monitor = AcceptMonitor(settings.log_every, enabled=self._target_tp_rank == 0)
         self._warned_penalties = False
@@ -109,7 +124,9 @@ class DFlashWorker(DFlashWorkerV2):
     def _step(
         self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any
     ) -> GenerationBatchResult:
-        """Draft a block, verify it in one pass, commit the longest path the target agrees with."""
+        """Draft a block, verify its chain or tree in one pass, commit the longest path the target
+        agrees with.
+        """
         self._warn_once_about_penalties(batch.sampling_info)
         draft_input = batch.spec_info
 
@@ -117,7 +134,7 @@ class DFlashWorker(DFlashWorkerV2):
         if self._ledger is not None:
             self._ledger.check(batch, window)
         drafted = draft(self, batch, window)
-        proposal = self._proposer.propose(window.anchors, drafted)
+        proposal = self._proposer.propose(window.anchors, window.positions, drafted)  # type: ignore[arg-type]
         verified = verify(self, batch, window, proposal, grammar_barrier)
         choice = choose(self, batch, window, proposal, verified)
         accepted = accept(
@@ -134,20 +151,26 @@ class DFlashWorker(DFlashWorkerV2):
         self._commit_recurrent_state(batch, window, accepted)
         if on_publish is not None:
             on_publish(accepted.new_lengths)
-        self._commit_context(window, verified, accepted)
+        self._commit(window, verified, accepted)
         return self._result(verified, accepted)
 
-    def _commit_context(self, window: Window, verified: Verified, accepted: Accepted) -> None:
-        """Extend the drafter's context by the accepted rows.
+    def _commit(self, window: Window, verified: Verified, accepted: Accepted) -> None:
+        """Keep the accepted rows, in the target's cache and in the drafter's context.
 
         Runs after publish, and therefore writes only to slots named by the window.
         """
-        slots = self._draft_write_ids(window.plan)
+        rows, columns = window.slots.shape, accepted.path.shape[1]
+        features = verified.features
+        if self._target_cache is not None:
+            slots = window.plan.write_ids(self.model_runner.kv_index_translator)
+            self._target_cache.keep(slots.view(rows), accepted.path, accepted.accept_lengths)
+            features = along_path(features[: rows.numel()], accepted.path)
+        slots = self._draft_write_ids(window.plan).view(rows)[:, :columns]
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=verified.features,
-            cache_loc=slots,
-            cache_loc_2d=slots.view(window.slots.shape),
-            positions=window.positions.reshape(-1),
+            target_hidden=features,
+            cache_loc=slots.reshape(-1),
+            cache_loc_2d=slots,
+            positions=window.positions[:, :columns].reshape(-1),
             commit_lens=accepted.accept_lengths,
         )
         # One shared buffer, read in this step only; nothing of it travels to the host.
@@ -164,6 +187,7 @@ class DFlashWorker(DFlashWorkerV2):
                 bonus_tokens=accepted.bonus, new_seq_lens=accepted.new_lengths
             ),
             speculative_num_draft_tokens=self.verify_rows,
+            speculative_output_stride=self.block_size,
             new_seq_lens=accepted.new_lengths,
             routed_experts_output=output.routed_experts_output,
             indexer_topk_output=output.indexer_topk_output,
@@ -180,11 +204,18 @@ class DFlashWorker(DFlashWorkerV2):
         accepted: Accepted,
     ) -> None:
         """Log-probabilities and sampling masks of the emitted tokens, where asked for."""
+        masks_asked = getattr(batch.sampling_info, "sampling_mask_batch_indices", None) is not None
+        if not (batch.return_logprob or masks_asked):
+            return
+        if self.tree is not None:
+            # From here on it is a chain: the logits every emitted token was chosen from.
+            logits = along_path(verified.logits_output.next_token_logits, accepted.path)
+            verified.logits_output.next_token_logits = logits
         mask = SpeculativeSamplingMaskCapture.from_logits(
             batch.sampling_info,
             next_token_logits=verified.logits_output.next_token_logits,
             draft_input=draft_input,
-            draft_token_num=proposal.rows,
+            draft_token_num=self.block_size,
             bs=proposal.tokens.shape[0],
         )
         if mask is not None:
@@ -303,6 +334,13 @@ class DFlashWorker(DFlashWorkerV2):
             hidden_states=hidden, lm_head=self._head
         )
 
+    def draft_candidates(self, hidden: torch.Tensor, count: int) -> Candidates:
+        """The ``count`` likeliest tokens after ``[T, H]`` hidden states, over the target's head.
+
+        Returns ``[T, count]`` ids and log-probabilities, equal on every tensor-parallel rank.
+        """
+        return self._draft_head.candidates(hidden, count)
+
     def rebuild_draft_window(
         self, batch: ScheduleBatch, window: Window
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,6 +378,8 @@ class DFlashWorker(DFlashWorkerV2):
             2 * self.verify_rows, self.model_runner.max_total_num_tokens, "the K/V pool"
         )
         super().alloc_memory_pool(*args, **kwargs)
+        if self.tree is not None:
+            self._target_cache = TargetCache(self.model_runner.token_to_kv_pool)
         pool = self.draft_model_runner.token_to_kv_pool
         reason = unsupported_reason(self.draft_model, pool)
         if reason is None:
@@ -434,3 +474,11 @@ class DFlashWorker(DFlashWorkerV2):
     def _init_fused_kv_helper(self) -> None:
         # The context is written by DraftContext, which needs the pool and is built after it.
         self._use_fused_kv_materialize = False
+
+
+def _gather_of(head: Any) -> Gather | None:
+    """How this rank's part of the head joins the others', or None when it has the whole head."""
+    group = get_parallel().tp_group
+    if group.world_size == 1 or getattr(head, "shard_indices", None) is None:
+        return None
+    return lambda part: group.all_gather(part.unsqueeze(1), dim=1)

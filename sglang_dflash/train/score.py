@@ -174,7 +174,7 @@ def right_in_tree(logits: torch.Tensor, labels: torch.Tensor, tree: TreeShape) -
     count, depths = labels.shape
     best = merge_topk(topk(logits.flatten(0, 1), tree.candidates), tree.candidates)
     anywhere = labels.new_zeros(count)
-    grown = TreeProposer(tree).propose(anywhere, anywhere, best)
+    grown = TreeProposer(tree).propose(anywhere, anywhere.unsqueeze(1), best)
     # After a row at depth d the text goes on with label d, whatever the row holds.
     following = torch.nn.functional.pad(labels, (0, 1), value=NO_TOKEN)
     choice = following.gather(1, grown.depths.long())

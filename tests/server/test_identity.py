@@ -7,7 +7,10 @@ drafter's context is exactly the committed text.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from conftest import ServerFactory
 
 from sglang_dflash.bench.server import LocalServer, accept_length
@@ -26,6 +29,21 @@ MODES = {
     "block16": ("--speculative-num-draft-tokens", "16"),
     "tp2": ("--tp-size", "2"),
 }
+
+TREES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "tree8": ({"tree_rows": 8, "keep_spine": False}, ()),
+    "tree16-page16": ({"tree_rows": 16}, ("--page-size", "16")),
+    "tree32-sync": (
+        {"tree_rows": 32, "spine_discount": 0.5},
+        ("--disable-overlap-schedule", "--disable-radix-cache"),
+    ),
+    "tree64-chunked": (
+        {"tree_rows": 64, "keep_spine": False, "candidates": 16},
+        ("--chunked-prefill-size", "64"),
+    ),
+    "tree16-tp2": ({"tree_rows": 16, "candidates": 4}, ("--tp-size", "2")),
+}
+"""A tree and further flags of the server that verifies it."""
 
 
 class Baseline:
@@ -85,6 +103,18 @@ def test_llama(mode: str, llama: Baseline, serve: ServerFactory, llama_pair: Tin
     server = serve(llama_pair, *MODES[mode])
     # A drafter that is never right would prove nothing about accepted rows.
     assert llama.check(server) > 1.1
+    server.stop()
+
+
+@pytest.mark.parametrize("mode", TREES)
+def test_llama_with_trees(
+    mode: str, llama: Baseline, serve: ServerFactory, llama_pair: TinyPair, tmp_path: Path
+) -> None:
+    shape, flags = TREES[mode]
+    file = tmp_path / "tree.yaml"
+    file.write_text(yaml.safe_dump(shape))
+    server = serve(llama_pair, "--speculative-dflash-config", str(file), *flags)
+    assert llama.check(server) > 1.2
     server.stop()
 
 

@@ -30,6 +30,7 @@ ORDINARY: dict[str, Any] = {
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,
     "speculative_draft_sink_size": None,
+    "speculative_draft_window_size": None,
 }
 
 
@@ -46,7 +47,6 @@ REFUSED = [
     ("disaggregation_mode", "prefill", "--disaggregation-mode=prefill", "in one server", True),
     ("speculative_adaptive", True, "--speculative-adaptive=True", "drop the flag", False),
     ("speculative_num_steps", 3, "--speculative-num-steps=3", "dflash-block-size", False),
-    ("speculative_eagle_topk", 4, "--speculative-eagle-topk=4", "drop the flag", False),
     ("speculative_accept_threshold_single", 0.9, "-threshold-single=0.9", "drop the flag", True),
     ("speculative_accept_threshold_acc", 0.5, "-threshold-acc=0.5", "drop the flag", True),
     ("speculative_draft_sink_size", 4, "--speculative-draft-sink-size=4", "drop the flag", False),
@@ -72,9 +72,7 @@ def test_a_mode_is_refused_with_flag_value_reason_and_remedy(
 
 
 def test_every_refusal_has_a_case_here() -> None:
-    assert {row[0] for row in REFUSED} | {"speculative_num_draft_tokens"} == {
-        refusal.field for refusal in arguments.UNSUPPORTED
-    }
+    assert {row[0] for row in REFUSED} == {refusal.field for refusal in arguments.UNSUPPORTED}
 
 
 @pytest.mark.parametrize(
@@ -95,15 +93,85 @@ def test_the_cpu_passes_on_its_platform(monkeypatch: pytest.MonkeyPatch) -> None
     arguments.refuse_unsupported(view(device="cpu"))
 
 
-def test_a_tree_is_refused_by_both_flags() -> None:
-    args = view(speculative_dflash_block_size=8, speculative_num_draft_tokens=32)
-    with pytest.raises(ValueError, match="trees are not supported in this version") as caught:
-        arguments.refuse_unsupported(args)
-    assert "--speculative-num-draft-tokens=32" in str(caught.value)
-    assert "--speculative-dflash-block-size" in str(caught.value)
-
-
 FROM_FILE = Loaded(Settings(block_size=4), "--speculative-dflash-config=f.yaml")
+TREE_FILE = Loaded(Settings(tree_rows=16, candidates=6), "--speculative-dflash-config=f.yaml")
+CPU = {"device": "cpu"}
+BOTH_FLAGS = {"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 32}
+
+
+def rows(flags: dict[str, Any], loaded: Loaded, block_size: int = 8, **launch: Any) -> int:
+    """Verify rows of a launch, as :func:`arguments.resolve` puts it together."""
+    args = view(**{**CPU, **flags})
+    tree, origins = arguments.chosen_tree(args, loaded)
+    settings = loaded.settings.model_copy(update={**tree, "block_size": block_size})
+    return arguments.verify_rows(args, Launch(settings, {**loaded.origins, **origins}, **launch))
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded", "expected"),
+    [
+        ({}, Loaded(), 8),
+        ({}, TREE_FILE, 16),
+        (BOTH_FLAGS, Loaded(), 32),
+        (BOTH_FLAGS, TREE_FILE, 32),
+        ({**BOTH_FLAGS, "speculative_num_draft_tokens": 8}, TREE_FILE, 8),
+        ({**BOTH_FLAGS, "speculative_eagle_topk": 4}, Loaded(), 32),
+        ({"speculative_num_draft_tokens": 8}, Loaded(), 8),
+        ({"speculative_num_draft_tokens": 8}, TREE_FILE, 16),
+        ({"speculative_eagle_topk": 1}, Loaded(), 8),
+        ({"speculative_eagle_topk": 2}, TREE_FILE, 16),
+        ({}, Loaded(Settings(tree_rows=8, keep_spine=False), "f.yaml"), 8),
+    ],
+)
+def test_the_rows_of_a_verify_pass_come_from_flag_then_file(
+    flags: dict[str, Any], loaded: Loaded, expected: int
+) -> None:
+    assert rows(flags, loaded) == expected
+
+
+def test_a_chain_may_be_longer_than_a_tree_is_wide() -> None:
+    flags = {"speculative_dflash_block_size": 200, "speculative_num_draft_tokens": 200}
+    assert rows(flags, Loaded(), block_size=200) == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded", "parts"),
+    [
+        ({"speculative_eagle_topk": 4}, Loaded(), ["speculative-eagle-topk", "tree_rows"]),
+        ({"speculative_eagle_topk": 17}, TREE_FILE, ["eagle-topk=17", "1 to 16"]),
+        ({"speculative_eagle_topk": 0}, TREE_FILE, ["eagle-topk=0", "1 to 16"]),
+        ({"speculative_eagle_topk": 1}, TREE_FILE, ["candidates=1", "8 rows of the chain"]),
+        (
+            {**BOTH_FLAGS, "speculative_num_draft_tokens": 129},
+            Loaded(),
+            ["num-draft-tokens=129", "2 to 128"],
+        ),
+        (
+            {**BOTH_FLAGS, "speculative_num_draft_tokens": 4},
+            Loaded(),
+            ["tree_rows=4 (from --speculative-num-draft-tokens)", "at least the 8 rows"],
+        ),
+        ({"device": "cuda"}, TREE_FILE, ["tree_rows=16", "CPU platform only", "On cuda"]),
+        ({"speculative_draft_window_size": 64}, TREE_FILE, ["draft-window-size", "not tested"]),
+    ],
+)
+def test_a_tree_that_cannot_be_served_is_refused(
+    flags: dict[str, Any], loaded: Loaded, parts: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="DFLASH: ") as caught:
+        rows(flags, loaded)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_tree_is_refused_where_sglangs_own_worker_serves() -> None:
+    with pytest.raises(ValueError, match="verifies chains only"):
+        rows({}, TREE_FILE, builtin_reason="worker: builtin, from f.yaml")
+
+
+def test_a_tree_of_a_block_too_deep_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 31 deep"):
+        rows({}, Loaded(Settings(tree_rows=64), "f.yaml"), block_size=33)
 
 
 @pytest.mark.parametrize(

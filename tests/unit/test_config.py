@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from sglang_dflash import config
-from sglang_dflash.config import ConfigError, Settings
+from sglang_dflash.config import ConfigError, Settings, TreeShape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -29,7 +29,7 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("", ["empty", "block_size, worker, log_every"]),
+        ("", ["empty", "block_size, tree_rows, candidates"]),
         ("# nothing here\n", ["empty"]),
         ("a: [", ["not valid YAML", "line 1"]),
         ("block_size: 2024-13-45", ["not valid YAML"]),
@@ -45,6 +45,14 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: 
         ("block_size: '8'", ["block_size='8'", "valid integer"]),
         ("log_every: -1", ["log_every=-1", "the default, 500"]),
         ("log_every:", ["log_every=None", "valid integer"]),
+        ("tree_rows: 1", ["tree_rows=1 ", "greater than or equal to 2", "the block's chain"]),
+        ("tree_rows: 129", ["tree_rows=129 ", "less than or equal to 128"]),
+        ("candidates: 17", ["candidates=17 ", "less than or equal to 16", "the default, 8"]),
+        ("candidates: 0", ["candidates=0 ", "greater than or equal to 1"]),
+        ("keep_spine: 1", ["keep_spine=1 ", "valid boolean"]),
+        ("spine_discount: -0.1", ["spine_discount=-0.1 ", "greater than or equal to 0"]),
+        ("spine_discount: .inf", ["spine_discount=inf ", "finite"]),
+        ("tree_row: 16", ["unknown key 'tree_row'", "Did you mean 'tree_rows'?"]),
         ("worker: builtn", ["worker='builtn'", "'dflash' or 'builtin'"]),
         ("worker: yes", ["worker=True", "'dflash' or 'builtin'"]),
         ("worker: !!python/name:os.system ''", ["not valid YAML"]),
@@ -86,9 +94,8 @@ def test_the_flag_wins_over_the_variable(tmp_path: Path) -> None:
     loaded = config.find(str(by_flag), environment)
     assert loaded.settings == Settings(block_size=4)
     assert loaded.origins == {
+        **dict.fromkeys(Settings.model_fields, "default"),
         "block_size": f"--speculative-dflash-config={by_flag}",
-        "worker": "default",
-        "log_every": "default",
     }
 
     loaded = config.find(None, environment)
@@ -127,3 +134,21 @@ def test_every_shipped_configuration_loads() -> None:
         assert config.load(file).model_fields_set, file.name
         if file.name != "demo.yaml":
             assert "not measured here" in file.read_text(), file.name
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("log_every: 0", None),
+        ("candidates: 4", None),
+        ("tree_rows: 8", None),
+        ("tree_rows: 8\nkeep_spine: false", TreeShape(8, keep_spine=False)),
+        ("tree_rows: 32\nspine_discount: 1", TreeShape(32, spine_discount=1.0)),
+        ("tree_rows: 16\ncandidates: 4", TreeShape(16, candidates=4)),
+    ],
+)
+def test_a_tree_is_grown_where_a_chain_would_not_do(
+    tmp_path: Path, text: str, shape: TreeShape | None
+) -> None:
+    settings = config.load(write(tmp_path, text)).model_copy(update={"block_size": 8})
+    assert settings.tree_shape == shape

@@ -48,6 +48,8 @@ class Laboratory:
         builtin.write_text("worker: builtin\n")
         typo = folder / "typo.yaml"
         typo.write_text("blok_size: 4\n")
+        tree = folder / "tree.yaml"
+        tree.write_text("tree_rows: 16\n")
         launch = folder / "launch.yaml"
         launch.write_text(
             f"model-path: {self.target}\nspeculative-algorithm: DFLASH\n"
@@ -87,7 +89,19 @@ class Laboratory:
                     *ours,
                     *("--speculative-dflash-block-size", "4"),
                     *("--speculative-num-draft-tokens", "8"),
+                    *("--speculative-eagle-topk", "3"),
                 ]
+            },
+            "tree in a file": {"argv": [*ours, config, str(tree)]},
+            "tree below its block": {
+                "argv": [
+                    *ours,
+                    *("--speculative-dflash-block-size", "8"),
+                    *("--speculative-num-draft-tokens", "4"),
+                ]
+            },
+            "tree as large as the pool": {
+                "argv": [*ours, config, str(tree), "--max-total-tokens", "32"]
             },
             "misfit": {"argv": [*replace, str(misfit)]},
             "no drafter": {"argv": ["--model-path", str(self.target), *DFLASH]},
@@ -206,6 +220,20 @@ def test_the_block_size_reaches_sglang_with_its_origin(
     }
 
 
+@pytest.mark.parametrize(
+    ("case", "block_size", "rows", "candidates"), [("tree", 4, 8, 3), ("tree in a file", 8, 16, 8)]
+)
+def test_sglang_reserves_for_a_trees_rows_and_drafts_its_block(
+    reports: dict[str, Any], case: str, block_size: int, rows: int, candidates: int
+) -> None:
+    result = launch(reports, case)
+    assert result["fields"]["speculative_num_draft_tokens"] == rows
+    assert result["fields"]["speculative_eagle_topk"] == 1
+    settings = result["settings"]
+    assert (settings["block_size"], settings["tree_rows"]) == (block_size, rows)
+    assert settings["candidates"] == candidates
+
+
 def test_a_flag_overrides_one_key_and_leaves_the_files_others(reports: dict[str, Any]) -> None:
     result = launch(reports, "flag over file")
     assert result["settings"]["log_every"] == 7
@@ -227,7 +255,8 @@ def test_other_launches_are_left_alone(reports: dict[str, Any]) -> None:
         ("file without DFLASH", ["--speculative-dflash-config=", "only DFLASH reads this file"]),
         ("typo", ["typo.yaml: unknown key 'blok_size'", "Did you mean 'block_size'?"]),
         ("pipeline", ["--pp-size=2 is not supported", "use --tp-size"]),
-        ("tree", ["--speculative-num-draft-tokens=8", "trees are not supported"]),
+        ("tree below its block", ["--speculative-num-draft-tokens", "at least the 8 rows"]),
+        ("tree as large as the pool", ["needs 32 positions", "--max-total-tokens holds 32"]),
         ("misfit", ["hidden_size=128", "has 64", "trained for this target"]),
         ("no drafter", ["--speculative-draft-model-path is missing"]),
         ("short drafter", ["context length is 256", "--context-length 256"]),

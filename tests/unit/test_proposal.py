@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+from sglang_dflash.kernels import grow_tree
 from sglang_dflash.kernels.accept import pack_bits
 from sglang_dflash.kernels.merge_topk import Candidates, merge_topk
 from sglang_dflash.kernels.topk import topk
 
+from sglang_dflash import config
 from sglang_dflash.proposal import ChainProposer, Proposal, TreeProposer, TreeShape
 
 REQUESTS, DRAFTED, VOCABULARY = 3, 5, 80
 ANCHORS = torch.tensor([70, 71, 72])
 LENGTHS = torch.tensor([4, 100, 9])
+POSITIONS = LENGTHS.unsqueeze(1) + torch.arange(DRAFTED + 1)
 
 
 def marginals(candidates: int = 4) -> tuple[torch.Tensor, Candidates]:
@@ -23,23 +26,29 @@ def marginals(candidates: int = 4) -> tuple[torch.Tensor, Candidates]:
 def tree(**shape: object) -> tuple[torch.Tensor, Proposal]:
     logits, best = marginals()
     proposer = TreeProposer(TreeShape(**shape))  # type: ignore[arg-type]
-    return logits, proposer.propose(ANCHORS, LENGTHS, best)
+    return logits, proposer.propose(ANCHORS, POSITIONS, best)
 
 
 def test_a_budget_of_the_block_leaves_the_chain() -> None:
     logits, grown = tree(rows=DRAFTED + 1)
     drafted = logits.argmax(-1).view(REQUESTS, DRAFTED)
-    chain = ChainProposer(DRAFTED + 1, "cpu").propose(ANCHORS, drafted)
-    for name in ("tokens", "parents", "depths", "ancestors"):
+    chain = ChainProposer(DRAFTED + 1, "cpu").propose(ANCHORS, POSITIONS, drafted)
+    for name in ("tokens", "parents", "depths", "ancestors", "positions"):
         assert torch.equal(getattr(grown, name), getattr(chain, name)), name
-    assert chain.is_chain
-    assert not grown.is_chain
+    assert chain.links is None
+    assert grown.links is not None
+
+
+def test_a_file_may_say_what_the_kernel_can_do() -> None:
+    assert (config.MAX_ROWS, config.MAX_CANDIDATES) == (
+        grow_tree.MAX_ROWS,
+        grow_tree.MAX_CANDIDATES,
+    )
 
 
 def test_rows_lie_at_their_depth_behind_the_committed_text() -> None:
     _, grown = tree(rows=16, keep_spine=False)
     assert grown.rows == 16
-    assert grown.positions is not None
     assert torch.equal(grown.positions, LENGTHS.unsqueeze(1) + grown.depths)
     assert grown.depths.max() > 1
 
