@@ -77,11 +77,6 @@ class DFlashWorker(DFlashWorkerV2):
         self._proposer: ChainProposer | TreeProposer = (
             TreeProposer(self.tree) if self.tree else ChainProposer(self.block_size, self.device)
         )
-        if self.tree and self._need_mamba_verify_commit:
-            raise ValueError(
-                f"DFLASH: tree_rows={self.tree.rows}: this target has recurrent layers, whose "
-                "state follows one path, not a tree. Remove tree_rows to verify chains."
-            )
         target_model = target_worker.model_runner.model
         self._head = unwrapped_head(target_model)
         self._draft_head = DraftHead(self._head, _gather_of(self._head))

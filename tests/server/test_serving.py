@@ -1,4 +1,5 @@
-"""What SGLang serves with its own worker is served with ours: one server, every kind of request."""
+"""What SGLang serves without speculation is served with it: every kind of request, over chains
+and trees."""
 
 from __future__ import annotations
 
@@ -25,15 +26,24 @@ def plain(serve: ServerFactory, llama_pair: TinyPair) -> LocalServer:
     return serve(llama_pair, dflash=False)
 
 
-@pytest.fixture(scope="module")
-def dflash(serve: ServerFactory, llama_pair: TinyPair) -> LocalServer:
-    return serve(llama_pair, "--log-level", "info")
+TREE = ("--speculative-dflash-block-size", "8", "--speculative-num-draft-tokens", "24")
+
+
+@pytest.fixture(scope="module", params=["chain", "tree"])
+def dflash(
+    request: pytest.FixtureRequest, serve: ServerFactory, llama_pair: TinyPair
+) -> Iterator[LocalServer]:
+    server = serve(llama_pair, "--log-level", "info", *(TREE if request.param == "tree" else ()))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(autouse=True)
-def _server_survives(dflash: LocalServer) -> Iterator[None]:
+def _server_survives(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    assert dflash.alive(), dflash.log_tail()
+    if "dflash" in request.fixturenames:
+        dflash = request.getfixturevalue("dflash")
+        assert dflash.alive(), dflash.log_tail()
 
 
 def both(plain: LocalServer, dflash: LocalServer, **options: object) -> tuple[list, list]:
@@ -207,12 +217,14 @@ def test_aborted_requests_give_their_memory_back(dflash: LocalServer) -> None:
     assert dflash.leaked_tokens() == 0
 
 
+@pytest.mark.parametrize("flags", [(), TREE], ids=["chain", "tree"])
 def test_retracted_requests_finish_with_the_same_text(
-    serve: ServerFactory, plain: LocalServer, llama_pair: TinyPair
+    serve: ServerFactory, plain: LocalServer, llama_pair: TinyPair, flags: tuple[str, ...]
 ) -> None:
     """The scheduler gives requests' memory up in mid-text and prefills them again later."""
     retracting = serve(
         llama_pair,
+        *flags,
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
     )
     options = {"concurrency": 8, "max_new_tokens": 100, "ignore_eos": True}
