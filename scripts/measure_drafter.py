@@ -1,18 +1,21 @@
 """Measure a drafter on questions: accept length, and speed against plain decoding.
 
 A plain server and one with DFLASH answer the same questions one at a time, taking turns at going
-first; answers end by themselves, at temperature 0. The accept length is also measured with an
-untrained drafter of the same shape. Question files are JSONL with ``prompt`` (HumanEval),
+first; answers end by themselves, at temperature 0. Each ``--config`` adds a server with that
+configuration (a tree, another block) to the same round. The accept length is also measured with
+an untrained drafter of the same shape. Question files are JSONL with ``prompt`` (HumanEval),
 ``question`` (GSM8K) or ``turns`` (MT-Bench), as those sets are published.
 
 Usage::
 
-    python scripts/measure_drafter.py GSM8K.jsonl HumanEval.jsonl question.jsonl [--count 40]
+    python scripts/measure_drafter.py GSM8K.jsonl HumanEval.jsonl question.jsonl [--count 40] \\
+        [--config tree16.yaml]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -59,10 +62,10 @@ def questions(file: Path, count: int) -> list[str]:
     return found
 
 
-def ask(server: LocalServer, prompt: list[int], limit: int) -> Answer:
+def ask(server: LocalServer, prompt: list[int], limit: int, temperature: float) -> Answer:
     """Answer one prompt."""
     started = time.perf_counter()
-    (response,) = server.generate([prompt], max_new_tokens=limit)
+    (response,) = server.generate([prompt], max_new_tokens=limit, temperature=temperature)
     return Answer(time.perf_counter() - started, response)
 
 
@@ -75,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=None, help="target (default: the demo target)")
     parser.add_argument("--drafter", default=None, help="drafter (default: the demo drafter)")
     parser.add_argument("--block-size", type=int, default=None, help="default: the drafter's")
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--no-untrained", action="store_true")
     options = parser.parse_args(arguments)
@@ -89,9 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for file in options.files
     }
     drafter = options.drafter or str(assets.demo_drafter())
-    plain = LocalServer(["--model-path", target])
-    with plain, LocalServer(_flags(target, drafter, options)) as dflash:
-        report = {name: _compare(name, plain, dflash, p, options) for name, p in sets.items()}
+    ours = _flags(target, drafter, options)
+    flags = {"plain": ["--model-path", target], "dflash": ours}
+    for file in options.config:
+        flags[file.stem] = [*ours, "--speculative-dflash-config", str(file)]
+    with contextlib.ExitStack() as running:
+        servers = {name: running.enter_context(LocalServer(f)) for name, f in flags.items()}
+        report = {name: _compare(name, servers, p, options) for name, p in sets.items()}
     if not options.no_untrained:
         with LocalServer(_flags(target, str(untrained.prepare()), options)) as server:
             for name, prompts in sets.items():
@@ -113,33 +122,42 @@ def _flags(target: str, drafter: str, options: argparse.Namespace) -> list[str]:
 
 def _compare(
     name: str,
-    plain: LocalServer,
-    dflash: LocalServer,
+    servers: dict[str, LocalServer],
     prompts: list[list[int]],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    servers = {"plain": plain, "dflash": dflash}
-    answers: dict[str, list[Answer]] = {key: [] for key in servers}
+    order = list(servers)
+    answers: dict[str, list[Answer]] = {key: [] for key in order}
     for index, prompt in enumerate(prompts):
-        for key in sorted(servers, reverse=bool(index % 2)):
-            answers[key].append(ask(servers[key], prompt, options.max_tokens))
+        for key in order:
+            answers[key].append(ask(servers[key], prompt, options.max_tokens, options.temperature))
+        order.append(order.pop(0))  # who goes first takes turns
         print(f"\r{name}: {index + 1}/{len(prompts)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    responses = [answer.response for answer in answers["dflash"]]
-    same = sum(
-        a.response["output_ids"] == b.response["output_ids"]
-        for a, b in zip(answers["plain"], answers["dflash"], strict=True)
-    )
-    medians = {
-        key: statistics.median(answer.rate for answer in found) for key, found in answers.items()
-    }
-    return {
+    rates = {k: statistics.median(answer.rate for answer in a) for k, a in answers.items()}
+    report: dict[str, Any] = {
         "questions": len(prompts),
+        "plain_tokens_per_second": round(rates["plain"], 2),
+    }
+    for key in order:
+        if key != "plain":
+            figures = _figures(answers["plain"], answers[key], rates["plain"], rates[key])
+            report.update(figures if key == "dflash" else {key: figures})
+    return report
+
+
+def _figures(
+    plain: list[Answer], answers: list[Answer], plain_rate: float, rate: float
+) -> dict[str, Any]:
+    responses = [answer.response for answer in answers]
+    return {
         "accept_length": round(accept_length(responses), 3),
-        "plain_tokens_per_second": round(medians["plain"], 2),
-        "dflash_tokens_per_second": round(medians["dflash"], 2),
-        "ratio": round(medians["dflash"] / medians["plain"], 3),
-        "identical_answers": same,
+        "dflash_tokens_per_second": round(rate, 2),
+        "ratio": round(rate / plain_rate, 3),
+        "identical_answers": sum(
+            a.response["output_ids"] == b.response["output_ids"]
+            for a, b in zip(plain, answers, strict=True)
+        ),
         "ended_by_themselves": sum(
             response["meta_info"]["finish_reason"]["type"] == "stop" for response in responses
         ),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.kernels.accept import accept
-from sglang_dflash.kernels.merge_topk import merge_topk
+from sglang_dflash.kernels.merge_topk import Candidates, merge_topk
 from sglang_dflash.kernels.topk import topk
 from sglang_dflash.proposal import TreeProposer, TreeShape
 from sglang_dflash.train import blocks
@@ -90,7 +90,6 @@ class Score:
         }
 
 
-@torch.no_grad()
 def score(
     model: DraftModel,
     target: FrozenTarget,
@@ -115,15 +114,30 @@ def score(
     Returns:
         A score by source, and ``all``.
     """
-    scores: dict[str, Score] = {"all": Score()}
+    return replay(model, target, records, [tree], dtype=dtype, rows=rows, advance=advance)[0]
+
+
+def replay(
+    model: DraftModel,
+    target: FrozenTarget,
+    records: Sequence[Record],
+    shapes: Sequence[TreeShape | None],
+    *,
+    dtype: str = "bfloat16",
+    rows: int = 256,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Score]]:
+    """What :func:`score` gives for each of several shapes, drafting every block once."""
+    found: list[dict[str, Score]] = [{"all": Score()} for _ in shapes]
     for number, record in enumerate(records, 1):
-        lengths = accept_lengths(model, target, record, dtype, rows, tree)
-        one = Score()
-        one.add(lengths, model.block_size)
-        scores.setdefault(record.source, Score()).merge(one)
-        scores["all"].merge(one)
+        lengths = accept_lengths(model, target, record, dtype, rows, shapes)
+        for scores, right in zip(found, lengths, strict=True):
+            one = Score()
+            one.add(right, model.block_size)
+            scores.setdefault(record.source, Score()).merge(one)
+            scores["all"].merge(one)
         advance(number)
-    return scores
+    return found
 
 
 @torch.no_grad()
@@ -133,15 +147,15 @@ def accept_lengths(
     record: Record,
     dtype: str,
     rows: int,
-    tree: TreeShape | None = None,
-) -> list[int]:
-    """Right drafted tokens at every position of an answer but the last."""
+    shapes: Sequence[TreeShape | None] = (None,),
+) -> list[list[int]]:
+    """Right drafted tokens at every position of an answer but the last, shape by shape."""
     device, size = target.device, model.block_size
     tokens = torch.tensor([record.tokens], device=device)
     start, end = len(record.prompt_ids), tokens.shape[1]
     in_response = torch.arange(end, device=device).unsqueeze(0) >= start
     features = target.features(tokens)
-    found: list[int] = []
+    found: list[list[int]] = [[] for _ in shapes]
     for anchors in torch.arange(start, end - 1, device=device).split(max(1, rows // size)):
         kept = torch.ones(1, len(anchors), dtype=torch.bool, device=device)
         made = blocks.build(
@@ -152,29 +166,41 @@ def accept_lengths(
         # Two dimensions: torch would multiply block by block, reading the head anew for each.
         logits = hidden.flatten(0, 1).to(target.head.dtype) @ target.head.T
         labels = made.labels[0].masked_fill(~made.labelled[0], NO_TOKEN)
-        if tree is None:
-            right = logits.argmax(-1).view(labels.shape) == labels
-            found += right.long().cumprod(-1).sum(-1).tolist()
-        else:
-            found += right_in_tree(logits.unflatten(0, labels.shape), labels, tree).tolist()
+        for right, count in zip(found, right_tokens(logits, labels, shapes), strict=True):
+            right += count.tolist()
     return found
 
 
-def right_in_tree(logits: torch.Tensor, labels: torch.Tensor, tree: TreeShape) -> torch.Tensor:
-    """How far the text can be followed in the tree of every block.
+def right_tokens(
+    logits: torch.Tensor, labels: torch.Tensor, shapes: Sequence[TreeShape | None]
+) -> list[torch.Tensor]:
+    """How far the text is followed in the chain or tree of every block, shape by shape.
 
     Args:
-        logits: ``[T, D, V]`` of the drafted positions.
+        logits: ``[T*D, V]`` of the drafted positions, block by block.
         labels: ``[T, D]`` int64 tokens of the text, :data:`NO_TOKEN` past its end.
-        tree: how the trees are grown.
+        shapes: how trees are grown; None is the chain.
 
     Returns:
-        ``[T]`` int32 accepted drafted tokens.
+        ``[T]`` accepted drafted tokens for each shape.
     """
+    chain = (logits.argmax(-1).view(labels.shape) == labels).long().cumprod(-1).sum(-1)
+    widest = max((shape.candidates for shape in shapes if shape is not None), default=0)
+    best = merge_topk(topk(logits, widest), widest) if widest else None
+    return [
+        chain if shape is None or best is None else _right_in_tree(best, labels, shape)
+        for shape in shapes
+    ]
+
+
+def _right_in_tree(best: Candidates, labels: torch.Tensor, tree: TreeShape) -> torch.Tensor:
     count, depths = labels.shape
-    best = merge_topk(topk(logits.flatten(0, 1), tree.candidates), tree.candidates)
+    columns = slice(0, tree.candidates)
+    few = best._replace(
+        ids=best.ids[:, columns].contiguous(), log_q=best.log_q[:, columns].contiguous()
+    )
     anywhere = labels.new_zeros(count)
-    grown = TreeProposer(tree).propose(anywhere, anywhere.unsqueeze(1), best)
+    grown = TreeProposer(tree).propose(anywhere, anywhere.unsqueeze(1), few)
     # After a row at depth d the text goes on with label d, whatever the row holds.
     following = torch.nn.functional.pad(labels, (0, 1), value=NO_TOKEN)
     choice = following.gather(1, grown.depths.long())

@@ -12,7 +12,7 @@ from sglang_dflash.train.export import drafter_config
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.model import DraftModel
 from sglang_dflash.train.records import Record
-from sglang_dflash.train.score import NO_TOKEN, Score, accept_lengths, right_in_tree
+from sglang_dflash.train.score import NO_TOKEN, Score, accept_lengths, right_tokens
 from tests.support.training import random_llama, training_config, write_records
 
 
@@ -57,7 +57,7 @@ def random_pair(tmp_path: Path) -> tuple[FrozenTarget, DraftModel]:
 def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: int) -> None:
     target, model = random_pair(tmp_path)
     record = Record([3, 4, 5, 6], [7, 7, 7, 8, 8, 8, 9, 9], "s")
-    got = accept_lengths(model, target, record, "float32", rows)
+    (got,) = accept_lengths(model, target, record, "float32", rows)
 
     tokens = record.tokens
     want = []
@@ -77,21 +77,22 @@ def test_lengths_equal_those_of_blocks_drafted_one_by_one(tmp_path: Path, rows: 
     assert got == want
 
 
-def right_tokens(text: list[list[int]], **shape: float) -> list[int]:
+def right_in_tree(text: list[list[int]], **shape: float) -> list[int]:
     """Of blocks with marginals .6, .3, .1 over the tokens 5, 6, 7 at each of three positions."""
     logits = torch.full((len(text), 3, 9), -30.0)
     logits[:, :, 5:8] = torch.tensor([0.6, 0.3, 0.1]).log()
-    return right_in_tree(logits, torch.tensor(text), TreeShape(**shape)).tolist()
+    (right,) = right_tokens(logits.flatten(0, 1), torch.tensor(text), [TreeShape(**shape)])
+    return right.tolist()
 
 
 def test_a_text_is_followed_through_the_tree() -> None:
     # The best nodes: 5 (.6), 55 (.36), 6 (.3), 555 (.216), 56 and 65 (.18), ..
     text = [[5, 5, 5], [6, 5, 5], [5, 6, 5], [7, 5, 5], [6, 5, NO_TOKEN], [8, 8, 8]]
-    assert right_tokens(text, rows=4, candidates=3) == [3, 0, 1, 0, 0, 0]
-    assert right_tokens(text, rows=4, candidates=3, keep_spine=False) == [2, 1, 1, 0, 1, 0]
-    assert right_tokens(text, rows=7, candidates=3) == [3, 2, 2, 0, 2, 0]
-    assert right_tokens(text, rows=128, candidates=2) == [3, 3, 3, 0, 2, 0]
-    assert right_tokens(text, rows=128, candidates=3) == [3, 3, 3, 3, 2, 0]
+    assert right_in_tree(text, rows=4, candidates=3) == [3, 0, 1, 0, 0, 0]
+    assert right_in_tree(text, rows=4, candidates=3, keep_spine=False) == [2, 1, 1, 0, 1, 0]
+    assert right_in_tree(text, rows=7, candidates=3) == [3, 2, 2, 0, 2, 0]
+    assert right_in_tree(text, rows=128, candidates=2) == [3, 3, 3, 0, 2, 0]
+    assert right_in_tree(text, rows=128, candidates=3) == [3, 3, 3, 3, 2, 0]
 
 
 def test_a_tree_of_the_spine_alone_scores_as_the_chain(tmp_path: Path) -> None:
@@ -100,13 +101,11 @@ def test_a_tree_of_the_spine_alone_scores_as_the_chain(tmp_path: Path) -> None:
     answer = torch.randint(3, 20, (40,), generator=generator).tolist()
     record = Record([3, 4, 5, 6], answer, "s")
 
-    def lengths(tree: TreeShape | None) -> list[int]:
-        return accept_lengths(model, target, record, "float32", 64, tree)
-
-    chain = lengths(None)
-    assert lengths(TreeShape(rows=model.block_size)) == chain
-    wide = lengths(TreeShape(rows=64))
+    shapes = [None, TreeShape(rows=model.block_size), TreeShape(rows=64), TreeShape(64, 2)]
+    chain, spine, wide, narrow = accept_lengths(model, target, record, "float32", 64, shapes)
+    assert spine == chain
     assert all(one >= other for one, other in zip(wide, chain, strict=True))
+    assert sum(wide) >= sum(narrow) >= sum(chain)
     assert sum(wide) > sum(chain)
 
 
