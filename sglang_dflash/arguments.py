@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 
 from sglang_dflash import checkpoint, compat, config, platforms
 from sglang_dflash.checkpoint import Drafter, Target
-from sglang_dflash.config import MAX_CANDIDATES, MAX_ROWS, ConfigError, Loaded, Settings
-from sglang_dflash.kernels.grow_tree import MAX_DEPTH
+from sglang_dflash.config import (
+    MAX_CANDIDATES,
+    MAX_DEPTH,
+    MAX_ROWS,
+    ConfigError,
+    Loaded,
+    Settings,
+)
 from sglang_dflash.weights import check_weights
 
 logger = logging.getLogger("sglang_dflash")

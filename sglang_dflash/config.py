@@ -24,7 +24,7 @@ ENVIRONMENT = "SGLANG_DFLASH_CONFIG"
 """Names the file where there is no command line, as with SGLang's offline ``Engine``."""
 
 
-MAX_ROWS, MAX_CANDIDATES = 128, 16
+MAX_ROWS, MAX_CANDIDATES, MAX_DEPTH = 128, 16, 31
 """Of :mod:`sglang_dflash.kernels.grow_tree`, which is too heavy to import for a check."""
 
 

@@ -121,6 +121,20 @@ def test_llama_with_trees(
     server.stop()
 
 
+def test_a_tree_of_the_spine_alone_takes_the_chains_steps(
+    serve: ServerFactory, llama_pair: TinyPair, tmp_path: Path
+) -> None:
+    file = tmp_path / "spine.yaml"
+    file.write_text("tree_rows: 8\ncandidates: 1\nkeep_spine: false\n")
+    steps = []
+    for flags in ((), ("--speculative-dflash-config", str(file))):
+        server = serve(llama_pair, *flags)
+        responses = server.generate(PROMPTS[:8], max_new_tokens=TOKENS, ignore_eos=True)
+        steps.append([(r["output_ids"], r["meta_info"]["spec_verify_ct"]) for r in responses])
+        server.stop()
+    assert steps[0] == steps[1]
+
+
 @pytest.mark.parametrize("flags", [(), ("--page-size", "16", "--disable-overlap-schedule")])
 def test_qwen3_with_a_sliding_drafter(
     flags: tuple[str, ...], qwen3: Baseline, serve: ServerFactory, qwen3_pair: TinyPair

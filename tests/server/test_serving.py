@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from conftest import ServerFactory
+from scipy.stats import chi2_contingency
 
 from sglang_dflash.bench.server import LocalServer
 from tests.support.identity import assert_identical, token_prompts
@@ -146,6 +148,27 @@ def test_sampled_requests_are_sampled_and_top_k_1_is_greedy(
     ]
     assert hot[0][0]["output_ids"] != hot[1][0]["output_ids"], "sampled text is greedy"
     assert "falling back to greedy" not in dflash.log.read_text(errors="replace")
+
+
+def test_sampled_text_has_the_distribution_it_has_without_speculation(
+    plain: LocalServer, dflash: LocalServer
+) -> None:
+    """The first token is the prefill's; the next three fall inside a block."""
+    options = {"max_new_tokens": 4, "ignore_eos": True, "temperature": HOT, "top_k": 3}
+    counts = [
+        Counter(
+            tuple(response["output_ids"])
+            for response in server.generate(PROMPTS[:1] * 900, concurrency=32, **options)
+        )
+        for server in (plain, dflash)
+    ]
+    common = [text for text, count in (counts[0] + counts[1]).items() if count >= 20]
+    table = [[count[text] for text in common] for count in counts]
+    for row in table:
+        row.append(900 - sum(row))  # all rare ones together
+    columns = [column for column in zip(*table, strict=True) if sum(column)]
+    assert len(columns) > 8
+    assert chi2_contingency(columns).pvalue > 1e-4
 
 
 def test_logit_bias_reaches_every_row(dflash: LocalServer) -> None:

@@ -40,10 +40,8 @@ def test_a_budget_of_the_block_leaves_the_chain() -> None:
 
 
 def test_a_file_may_say_what_the_kernel_can_do() -> None:
-    assert (config.MAX_ROWS, config.MAX_CANDIDATES) == (
-        grow_tree.MAX_ROWS,
-        grow_tree.MAX_CANDIDATES,
-    )
+    for name in ("MAX_ROWS", "MAX_CANDIDATES", "MAX_DEPTH"):
+        assert getattr(config, name) == getattr(grow_tree, name)
 
 
 def test_rows_lie_at_their_depth_behind_the_committed_text() -> None:
