@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 import zipfile
@@ -405,6 +406,23 @@ def test_a_drafter_the_package_carries_comes_first(
         (tmp_path / name).write_text("")
     assert assets.drafter_is_trained()
     assert assets.demo_drafter() == tmp_path
+
+
+def test_the_package_carries_a_trained_drafter_for_the_demo_target() -> None:
+    assert assets.drafter_is_trained()
+    files = list(assets.TRAINED.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 30_000_000
+    read = read_drafter(str(assets.demo_drafter()))
+    assert read is not None
+    check_pair(read, smollm2())
+    check_weights(read)
+    config = json.loads((assets.TRAINED / "config.json").read_text())
+    training = config["training"]
+    assert training["target_fingerprint"]
+    assert training["scores"]["all"]["accept_length"] > 1.5
+    for file in ("config.json", "README.md"):
+        text = (assets.TRAINED / file).read_text()
+        assert not re.search(r"[\s\"](/|~)\w+/", text), f"{file} names a folder of one machine"
 
 
 def test_the_command_prints_both_folders(
