@@ -1,10 +1,10 @@
 """Measure a drafter on questions: accept length, and speed against plain decoding.
 
-A plain server and one with DFLASH answer the same questions one at a time, taking turns at going
-first; answers end by themselves, at temperature 0. Each ``--config`` adds a server with that
-configuration (a tree, another block) to the same round. The accept length is also measured with
-an untrained drafter of the same shape. Question files are JSONL with ``prompt`` (HumanEval),
-``question`` (GSM8K) or ``turns`` (MT-Bench), as those sets are published.
+A plain server and one with DFLASH answer the same questions, ``--concurrency`` at a time, taking
+turns at going first; answers end by themselves, at temperature 0. Each ``--config`` adds a server
+with that configuration (a tree, another block) to the same round. The accept length is also
+measured with an untrained drafter of the same shape. Question files are JSONL with ``prompt``
+(HumanEval), ``question`` (GSM8K) or ``turns`` (MT-Bench), as those sets are published.
 
 Usage::
 
@@ -32,16 +32,16 @@ from sglang_dflash.bench.server import LocalServer, accept_length
 from sglang_dflash.train.records import frame
 
 
-class Answer(NamedTuple):
-    """One timed answer."""
+class Answers(NamedTuple):
+    """Answers that were asked for together, and timed."""
 
     seconds: float
-    response: dict[str, Any]
+    responses: list[dict[str, Any]]
 
     @property
     def rate(self) -> float:
         """Tokens per second, prefill included."""
-        return self.response["meta_info"]["completion_tokens"] / self.seconds
+        return sum(r["meta_info"]["completion_tokens"] for r in self.responses) / self.seconds
 
 
 def questions(file: Path, count: int) -> list[str]:
@@ -62,11 +62,13 @@ def questions(file: Path, count: int) -> list[str]:
     return found
 
 
-def ask(server: LocalServer, prompt: list[int], limit: int, temperature: float) -> Answer:
-    """Answer one prompt."""
+def ask(server: LocalServer, prompts: list[list[int]], limit: int, temperature: float) -> Answers:
+    """Answer some prompts at once."""
     started = time.perf_counter()
-    (response,) = server.generate([prompt], max_new_tokens=limit, temperature=temperature)
-    return Answer(time.perf_counter() - started, response)
+    responses = server.generate(
+        prompts, concurrency=len(prompts), max_new_tokens=limit, temperature=temperature
+    )
+    return Answers(time.perf_counter() - started, responses)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default=None, help="drafter (default: the demo drafter)")
     parser.add_argument("--block-size", type=int, default=None, help="default: the drafter's")
     parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--concurrency", type=int, default=1, help="questions in flight")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--no-untrained", action="store_true")
@@ -127,12 +130,14 @@ def _compare(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     order = list(servers)
-    answers: dict[str, list[Answer]] = {key: [] for key in order}
-    for index, prompt in enumerate(prompts):
+    answers: dict[str, list[Answers]] = {key: [] for key in order}
+    for start in range(0, len(prompts), options.concurrency):
+        some = prompts[start : start + options.concurrency]
         for key in order:
-            answers[key].append(ask(servers[key], prompt, options.max_tokens, options.temperature))
+            answers[key].append(ask(servers[key], some, options.max_tokens, options.temperature))
         order.append(order.pop(0))  # who goes first takes turns
-        print(f"\r{name}: {index + 1}/{len(prompts)}", end="", file=sys.stderr, flush=True)
+        done = start + len(some)
+        print(f"\r{name}: {done}/{len(prompts)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     rates = {k: statistics.median(answer.rate for answer in a) for k, a in answers.items()}
     report: dict[str, Any] = {
@@ -147,16 +152,17 @@ def _compare(
 
 
 def _figures(
-    plain: list[Answer], answers: list[Answer], plain_rate: float, rate: float
+    plain: list[Answers], answers: list[Answers], plain_rate: float, rate: float
 ) -> dict[str, Any]:
-    responses = [answer.response for answer in answers]
+    wanted, responses = (
+        [response for some in group for response in some.responses] for group in (plain, answers)
+    )
     return {
         "accept_length": round(accept_length(responses), 3),
         "dflash_tokens_per_second": round(rate, 2),
         "ratio": round(rate / plain_rate, 3),
         "identical_answers": sum(
-            a.response["output_ids"] == b.response["output_ids"]
-            for a, b in zip(plain, answers, strict=True)
+            a["output_ids"] == b["output_ids"] for a, b in zip(wanted, responses, strict=True)
         ),
         "ended_by_themselves": sum(
             response["meta_info"]["finish_reason"]["type"] == "stop" for response in responses

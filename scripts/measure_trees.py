@@ -7,7 +7,8 @@ for a shape that would take a server minutes. Question files are those of
 
 Usage::
 
-    python scripts/measure_trees.py GSM8K.jsonl HumanEval.jsonl question.jsonl [--count 40]
+    python scripts/measure_trees.py GSM8K.jsonl HumanEval.jsonl question.jsonl [--count 40] \\
+        [--answers answers.jsonl]
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sglang_dflash.config import TreeShape
 from sglang_dflash.train.features import FrozenTarget
 from sglang_dflash.train.initialise import start_from
 from sglang_dflash.train.model import DraftModel
-from sglang_dflash.train.records import Record, frame
+from sglang_dflash.train.records import Record, frame, read
 from sglang_dflash.train.score import replay
 
 ROWS = (8, 16, 32, 64)
@@ -71,6 +72,19 @@ def record(
     return found
 
 
+def recorded(options: argparse.Namespace, target: str) -> list[Record]:
+    """The answers of ``--answers`` where that file exists, else new ones, kept there."""
+    file: Path | None = options.answers
+    if file is not None and file.exists():
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        return read([file], tokenizer, len(tokenizer))
+    records = record(target, options.files, options.count, options.max_tokens)
+    if file is not None:
+        lines = [json.dumps(record._asdict()) + "\n" for record in records]
+        file.write_text("".join(lines), encoding="utf-8")
+    return records
+
+
 def row(name: Sequence[Any], scores: dict[str, Any], chain: dict[str, Any]) -> dict[str, Any]:
     """One line of the table: accept lengths by set, and their mean gain over the chain's."""
     sets = [key for key in scores if key != "all"]
@@ -91,12 +105,13 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--model", default=None, help="target (default: the demo target)")
     parser.add_argument("--drafter", default=None, help="drafter (default: the demo drafter)")
+    parser.add_argument("--answers", type=Path, help="keep the answers here, or read them again")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
 
     target = options.model or str(assets.demo_target())
     folder = Path(options.drafter or assets.demo_drafter())
-    records = record(target, options.files, options.count, options.max_tokens)
+    records = recorded(options, target)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = DraftModel(config).eval()
     start_from(model, folder)
