@@ -1,7 +1,9 @@
 """Make the prompts whose answers the demo drafter is trained on.
 
-Three kinds, interleaved two, two and three at a time, so that any first part of the file has all:
+Four kinds, interleaved by ``SHARES``, so that any first part of the file has all:
 
+* ``chat``: what people ask for (explain, compare, write, plan, ..), of many subjects:
+  ``scripts/chat_prompts.yaml``;
 * ``gsm8k_train``: questions of GSM8K's train split (MIT), from the file named on the command line;
 * ``python_docs``: signature and first paragraph of the docstring of functions installed here
   (standard library, numpy, scipy, networkx), as a function to complete or to write;
@@ -25,6 +27,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
 from transformers import AutoTokenizer
 
 from sglang_dflash import assets
@@ -32,8 +35,22 @@ from sglang_dflash.bench.server import LocalServer
 
 LIBRARIES = ("numpy", "numpy.linalg", "networkx", "scipy.stats")
 SKIPPED = {"antigravity", "this", "idlelib", "test", "lib2to3", "__main__"}
-SHARES = {"gsm8k_train": 2, "python_docs": 2, "self": 3}
+SHARES = {"chat": 8, "self": 6, "gsm8k_train": 3, "python_docs": 3}
+CHAT = Path(__file__).with_name("chat_prompts.yaml")
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "max_new_tokens": 90}
+
+
+def chat(rng: random.Random) -> list[str]:
+    """Every request with every subject it fits, shuffled."""
+    groups = yaml.safe_load(CHAT.read_text(encoding="utf-8"))
+    found = [
+        request.format(subject)
+        for group in groups
+        for request in group["requests"]
+        for subject in group["subjects"]
+    ]
+    rng.shuffle(found)
+    return found
 
 
 def gsm8k(file: Path, rng: random.Random) -> list[str]:
@@ -106,6 +123,7 @@ def main() -> int:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     kinds = {
+        "chat": chat(rng),
         "gsm8k_train": gsm8k(options.gsm8k, rng),
         "python_docs": python_functions(rng),
         "self": sampled(options.sampled),
