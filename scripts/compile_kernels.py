@@ -38,6 +38,7 @@ from sglang_dflash.kernels import (
     move_rows,
     prepare_block,
     topk,
+    tree_mask,
 )
 from sglang_dflash.kernels.layer_caches import LayerCaches
 from triton.backends.compiler import GPUTarget
@@ -52,6 +53,7 @@ MODULES: tuple[ModuleType, ...] = (
     topk,
     merge_topk,
     grow_tree,
+    tree_mask,
 )
 LENGTHS = {"int32": torch.int32, "int64": torch.int64}
 POINTERS = {
@@ -61,6 +63,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -178,6 +181,18 @@ def move_rows_case(dtype: torch.dtype, heads: int, head_dim: int, rows: int, wid
     )
 
 
+def tree_mask_case(lengths: str, bs: int, rows: int) -> Case:
+    """``bs`` requests."""
+    ancestors = torch.zeros(bs, rows, -(-rows // 64), dtype=torch.int64)
+    length = torch.zeros(bs, dtype=LENGTHS[lengths])
+    mask = torch.zeros(1, dtype=torch.bool)
+    return Case(
+        "tree_mask",
+        f"bs={bs} N={rows} {lengths}",
+        lambda: tree_mask.launch_tree_mask(ancestors, length, mask),
+    )
+
+
 def topk_case(dtype: torch.dtype, vocabulary: int, candidates: int) -> Case:
     """The drafted rows of 2 requests."""
     out = topk.TopK.empty(30, topk.slices_of(vocabulary), candidates, "cpu")
@@ -250,6 +265,8 @@ def cases() -> list[Case]:
         grow_tree_case("int32", 15, 8, 64, spine=False),
         grow_tree_case("int64", 31, 16, 128, spine=True),
         grow_tree_case("int64", 31, 16, 128, spine=False),
+        tree_mask_case("int64", 8, 16),
+        tree_mask_case("int32", 512, 128),
     ]
 
 

@@ -17,6 +17,7 @@ from sglang_dflash.kernels.merge_topk import merge_topk, merge_topk_reference
 from sglang_dflash.kernels.move_rows import move_rows, move_rows_reference
 from sglang_dflash.kernels.prepare_block import prepare_block, prepare_block_reference
 from sglang_dflash.kernels.topk import topk, topk_reference
+from sglang_dflash.kernels.tree_mask import tree_mask, tree_mask_reference
 
 from tests.kernels import parity
 from tests.kernels.cases import (
@@ -24,6 +25,7 @@ from tests.kernels.cases import (
     block_case,
     context_case,
     logits_case,
+    mask_case,
     move_case,
     to,
     tree_case,
@@ -161,3 +163,18 @@ def test_move_rows():
         move_rows_reference(wanted, *case[1:])
         for actual, expected in zip(caches.tensors, wanted.tensors, strict=True):
             assert torch.equal(actual.cpu(), expected)
+
+
+def test_tree_mask():
+    # Lengths change from replay to replay, and with them where every request's rows begin.
+    cases = [mask_case(seed, 5, 24, longest=50) for seed in SEEDS]
+    ancestors, lengths = cases[0].ancestors.cuda(), cases[0].lengths.cuda()
+    mask = torch.zeros(5 * 24 * (50 + 24), dtype=torch.bool, device="cuda")
+    graph = captured(lambda: tree_mask(ancestors, lengths, mask))
+    for case in cases:
+        mask.zero_()
+        ancestors.copy_(case.ancestors)
+        lengths.copy_(case.lengths)
+        graph.replay()
+        wanted = torch.zeros(len(mask), dtype=torch.bool)
+        assert torch.equal(mask.cpu(), tree_mask_reference(case.ancestors, case.lengths, wanted))

@@ -16,6 +16,7 @@ from tests.kernels.cases import (
     block_case,
     context_case,
     logits_case,
+    mask_case,
     move_case,
     tree_case,
 )
@@ -117,6 +118,12 @@ def test_append_context(dtype, is_neox, heads, head_dim, rotary_dim):
             prefill=prefill,
         )
         parity.check_append_context(case, DEVICE)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_tree_mask(rows):
+    for seed, (bs, length) in enumerate(itertools.product(BATCHES, INTEGERS)):
+        parity.check_tree_mask(mask_case(seed, bs, rows, longest=3000, length_dtype=length), DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8])

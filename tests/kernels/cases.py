@@ -302,6 +302,30 @@ def move_case(
     )
 
 
+class MaskCase(NamedTuple):
+    ancestors: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+    """Longer than needed, and full of a random pattern."""
+
+
+def mask_case(
+    seed: int,
+    bs: int,
+    rows: int,
+    *,
+    longest: int = 70,
+    length_dtype: torch.dtype = torch.int64,
+) -> MaskCase:
+    """``bs`` trees of ``rows`` rows over contexts of 0 to ``longest`` tokens."""
+    draw = random.Random(seed)
+    trees = accept_case(seed, bs, rows, agreement=0.0, branching=0.6, dead=0.1)
+    lengths = [draw.randint(0, longest) for _ in range(bs)]
+    size = sum(rows * (length + rows) for length in lengths) + draw.randint(0, 40)
+    pattern = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return MaskCase(trees.ancestors, torch.tensor(lengths, dtype=length_dtype), pattern)
+
+
 class TreeCase(NamedTuple):
     ids: torch.Tensor
     log_q: torch.Tensor

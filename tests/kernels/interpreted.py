@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.kernels import parity, strategies
-from tests.kernels.cases import accept_case, logits_case, move_case, tree_case
+from tests.kernels.cases import accept_case, logits_case, mask_case, move_case, tree_case
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.fail("run with TRITON_INTERPRET=1 in the environment", pytrace=False)
@@ -44,6 +44,13 @@ def test_append_context(case):
 @example(move_case(0, 3, 33, 32, dense=True))
 def test_move_rows(case):
     parity.check_move_rows(case, "cpu")
+
+
+@settings(strategies.INTERPRETED, max_examples=25)
+@given(strategies.mask_cases())
+@example(mask_case(0, 3, 65, longest=2500))
+def test_tree_mask(case):
+    parity.check_tree_mask(case, "cpu")
 
 
 @settings(strategies.INTERPRETED, max_examples=25)

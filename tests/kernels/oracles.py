@@ -20,6 +20,7 @@ from tests.kernels.cases import (
     BlockCase,
     ContextCase,
     LogitsCase,
+    MaskCase,
     MoveCase,
     TreeCase,
 )
@@ -100,6 +101,18 @@ def moved(case: MoveCase) -> torch.Tensor:
             source = slots[int(case.path[request, depth])]
             after[:, slots[depth]] = before[:, source]
     return after
+
+
+def tree_mask(case: MaskCase) -> list[bool]:
+    """The mask, element by element."""
+    rows = case.ancestors.shape[1]
+    written: list[bool] = []
+    for words, length in zip(case.ancestors.tolist(), case.lengths.tolist(), strict=True):
+        for row_words in words:
+            bits = sum((word % 2**64) << (64 * index) for index, word in enumerate(row_words))
+            written += [True] * length
+            written += [bool(bits & (1 << row)) for row in range(rows)]
+    return written + case.mask[len(written) :].tolist()
 
 
 class Node(NamedTuple):

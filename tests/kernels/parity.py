@@ -21,6 +21,7 @@ from sglang_dflash.kernels.prepare_block import (
     prepare_block_reference,
 )
 from sglang_dflash.kernels.topk import TopK, launch_topk, topk_reference
+from sglang_dflash.kernels.tree_mask import launch_tree_mask, tree_mask_reference
 
 from tests.kernels.cases import (
     SENTINEL,
@@ -28,6 +29,7 @@ from tests.kernels.cases import (
     BlockCase,
     ContextCase,
     LogitsCase,
+    MaskCase,
     MoveCase,
     T,
     TreeCase,
@@ -131,6 +133,11 @@ def check_move_rows(case: MoveCase, device: str) -> None:
     move_rows_reference(wanted, *case[1:])
     for actual, expected in zip(found.tensors, wanted.tensors, strict=True):
         assert torch.equal(actual.cpu(), expected)
+
+
+def check_tree_mask(case: MaskCase, device: str) -> None:
+    found = launch_tree_mask(*to(case, device))
+    assert torch.equal(found.cpu(), tree_mask_reference(*to(case, "cpu")))
 
 
 def check_tree(case: TreeCase, device: str) -> None:

@@ -11,6 +11,7 @@ from tests.kernels.cases import (
     block_case,
     context_case,
     logits_case,
+    mask_case,
     move_case,
     tree_case,
 )
@@ -88,6 +89,17 @@ def move_cases(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])),
         slot_dtype=draw(INTEGERS),
         dense=draw(st.booleans()),
+    )
+
+
+@st.composite
+def mask_cases(draw):
+    return mask_case(
+        draw(SEEDS),
+        draw(BATCHES),
+        draw(ROWS),
+        longest=draw(st.sampled_from([0, 1, 70])),
+        length_dtype=draw(INTEGERS),
     )
 
 

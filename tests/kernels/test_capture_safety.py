@@ -22,6 +22,7 @@ from sglang_dflash.kernels import (
     move_rows,
     prepare_block,
     topk,
+    tree_mask,
 )
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +32,7 @@ from tests.kernels.cases import (
     block_case,
     context_case,
     logits_case,
+    mask_case,
     move_case,
     tree_case,
 )
@@ -120,6 +122,11 @@ def merge_topk_call() -> Callable[[], object]:
     return lambda: merge_topk.merge_topk(best, 4, out=out)
 
 
+def tree_mask_call() -> Callable[[], object]:
+    case = mask_case(0, 3, 70)
+    return lambda: tree_mask.tree_mask(*case)
+
+
 CALLS = [
     pytest.param(prepare_block, prepare_block_call(), id="prepare_block"),
     pytest.param(accept, accept_call(), id="accept"),
@@ -129,6 +136,7 @@ CALLS = [
     pytest.param(topk, topk_call(), id="topk"),
     pytest.param(merge_topk, merge_topk_call(), id="merge_topk"),
     pytest.param(grow_tree, grow_tree_call(), id="grow_tree"),
+    pytest.param(tree_mask, tree_mask_call(), id="tree_mask"),
 ]
 
 

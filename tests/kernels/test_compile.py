@@ -9,7 +9,7 @@ from tests.kernels.test_children import child
 ARCHITECTURES = {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
 OPERATIONS = {
     *("prepare_block", "accept", "append_context", "move_rows"),
-    *("topk", "merge_topk", "grow_tree"),
+    *("topk", "merge_topk", "grow_tree", "tree_mask"),
 }
 
 
