@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_dflash.platforms import NAME
+
+logger = logging.getLogger(__name__)
 
 MAX_TOTAL_TOKENS = 32_768
 """K/V slots when the user sizes nothing: SGLang's own rule is a share of the machine's memory,
@@ -18,6 +23,11 @@ SERVING_BACKENDS = (NAME, "torch_native")
 """Attention backends that run on the CPU; only the first verifies drafts."""
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 here, rather than PyTorch row by row."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def apply(server_args: Any) -> None:
     """Fill in sizes and switches the user left open.
 
@@ -28,6 +38,13 @@ def apply(server_args: Any) -> None:
         server_args.max_total_tokens = MAX_TOTAL_TOKENS
     if server_args.max_running_requests is None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
+    if server_args.dtype == "auto" and not has_fast_bfloat16():
+        server_args.dtype = "float32"
+        logger.warning(
+            "--dtype auto: serving in float32, because this processor has no bfloat16 arithmetic "
+            "(oneDNN needs AVX-512 for it), and a block of rows would cost as much as so many "
+            "single ones. --dtype bfloat16 serves in bfloat16 all the same, in half the memory."
+        )
     # An idle scheduler that polls takes a core from whatever else runs on the host.
     server_args.sleep_on_idle = True
 

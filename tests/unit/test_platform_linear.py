@@ -16,12 +16,11 @@ from sglang_dflash.platforms import linear
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 129, 513, 4097])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_packed_projection_equals_the_plain_one(rows: int, biased: bool) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 on this processor")
+    dtype = linear.packed_dtype()
     generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(48, 64, generator=generator).bfloat16()
-    bias = torch.randn(48, generator=generator).bfloat16() if biased else None
-    x = torch.randn(rows, 64, generator=generator).bfloat16()
+    weight = torch.randn(48, 64, generator=generator).to(dtype)
+    bias = torch.randn(48, generator=generator).to(dtype) if biased else None
+    x = torch.randn(rows, 64, generator=generator).to(dtype)
     got = linear.PackedLinearMethod(weight).apply(torch.nn.Module(), x, bias)
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert got.shape == want.shape
@@ -37,10 +36,8 @@ def test_prompts_of_every_length_need_few_shapes() -> None:
 
 
 def test_a_packed_head_gives_the_same_logits_and_the_same_likeliest_tokens() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 on this processor")
     head = Head()
-    hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).to(head.weight.dtype)
     assert linear.greedy_tokens(head, hidden) is None
     model = Model(head)
     assert linear.pack_weights(model) == 1
@@ -68,7 +65,7 @@ def test_a_part_of_a_head_names_no_tokens() -> None:
     model = Model(Head())
     linear.pack_weights(model)
     model.lm_head.tp_size = 2
-    assert linear.greedy_tokens(model.lm_head, torch.randn(7, 64).bfloat16()) is None
+    assert linear.greedy_tokens(model.lm_head, torch.randn(7, 64)) is None
 
 
 class Head(torch.nn.Module):
@@ -78,7 +75,7 @@ class Head(torch.nn.Module):
         super().__init__()
         weight = torch.randn(320, 64, generator=torch.Generator().manual_seed(0))
         weight[300:] = 100 * weight[:20].abs()
-        self.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        self.weight = torch.nn.Parameter(weight.to(linear.packed_dtype()), requires_grad=False)
         self.quant_method: Any = UnquantizedEmbeddingMethod()
         self.tp_size = 1
         self.shard_indices = SimpleNamespace(num_org_elements=300, num_added_elements=0)
