@@ -41,9 +41,9 @@ def apply(server_args: Any) -> None:
     if server_args.dtype == "auto" and not has_fast_bfloat16():
         server_args.dtype = "float32"
         logger.warning(
-            "--dtype auto: serving in float32, because this processor has no bfloat16 arithmetic "
-            "(oneDNN needs AVX-512 for it), and a block of rows would cost as much as so many "
-            "single ones. --dtype bfloat16 serves in bfloat16 all the same, in half the memory."
+            "--dtype auto: serving in float32, because oneDNN finds no bfloat16 arithmetic in this "
+            "processor, and a block of rows would cost as much as so many single ones. "
+            "--dtype bfloat16 serves in bfloat16 all the same, in half the memory."
         )
     # An idle scheduler that polls takes a core from whatever else runs on the host.
     server_args.sleep_on_idle = True

@@ -39,8 +39,9 @@ MEMORY_SHARE = 0.25
 """Share of the free memory the blocked copies may take."""
 
 UPDATE_ERROR = (
-    "Weights cannot be updated online on the CPU platform: projections are served from a blocked "
-    "copy of their weights. Restart the server with the new weights."
+    "Weights cannot be updated online on the CPU platform in {packed}: projections are served "
+    "from a blocked copy of their weights. Restart the server with the new weights, or serve "
+    "with --dtype {unpacked}."
 )
 
 
@@ -158,7 +159,7 @@ def pack_weights(model: torch.nn.Module) -> int:
     if head is not None and plain and _plain_logits(model):
         methods[head] = PackedHeadMethod
     methods = {m: method for m, method in methods.items() if m.weight.dtype == packed_dtype()}
-    if not methods:
+    if not methods or not torch.backends.mkldnn.is_available():
         return 0
     size = sum(module.weight.nbytes for module in methods)
     free = psutil.virtual_memory().available
@@ -169,10 +170,12 @@ def pack_weights(model: torch.nn.Module) -> int:
             free / 1e9,
         )
         return 0
+    names = ("bfloat16", "float32") if has_fast_bfloat16() else ("float32", "bfloat16")
+    update_error = UPDATE_ERROR.format(packed=names[0], unpacked=names[1])
     for module, method in methods.items():
         module.quant_method = method(module.weight.data)
         # SGLang's weight updater refuses with this text.
-        module._derived_weight_cache_error = UPDATE_ERROR  # type: ignore[assignment]
+        module._derived_weight_cache_error = update_error  # type: ignore[assignment]
     logger.info("%d projections in blocked layout (%.2f GB).", len(methods), size / 1e9)
     return len(methods)
 
